@@ -1,0 +1,1 @@
+"""Measuring speculation against plain decoding: workloads, load generation, results, table."""

@@ -1,0 +1,93 @@
+"""Options that several commands share, and how they become a speculative config."""
+
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foredraft.config import SpeculativeConfig
+from foredraft.errors import UserError
+from foredraft.llm import DTYPES
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="smollm2-135m (embedded), a folder, a GGUF file, or a Hub id.",
+        show_default=False,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option("--method", help="Drafting method: none or dflash. [default: none]", show_default=False),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option("--drafter", help="The drafter's folder or Hub id; the embedded model has its own."),
+]
+NumSpeculativeTokens = Annotated[
+    int | None,
+    typer.Option("--num-speculative-tokens", "-N", help="Draft tokens a round. [default: 7]", show_default=False),
+]
+SpeculativeConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help='The same as JSON, as vLLM takes it: \'{"method": "dflash", "num_speculative_tokens": 7}\'.',
+    ),
+]
+Quantization = Annotated[
+    str, typer.Option("--quantization", help="Of the target's weights: none is what this version has.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float32 or float64.")]
+Device = Annotated[str, typer.Option("--device", help="PyTorch device: cpu, cuda, mps.")]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        help="Most tokens of prompt and answer. [default: the model's limit]",
+        show_default=False,
+    ),
+]
+
+
+def speculation(
+    method: str | None,
+    drafter: str | None,
+    num_speculative_tokens: int | None,
+    speculative_config: str | None,
+) -> SpeculativeConfig | None:
+    """One config from the single options or from JSON; single options override JSON."""
+    given: dict[str, Any] = {}
+    if speculative_config is not None:
+        given = _json_object(speculative_config)
+    overrides = {"method": method, "model": drafter, "num_speculative_tokens": num_speculative_tokens}
+    given.update({key: value for key, value in overrides.items() if value is not None})
+    if given.get("method", "none") == "none":
+        extra = sorted(set(given) - {"method"})
+        if extra:
+            raise UserError(f"{', '.join(extra)} is given, but the method is none; add --method dflash")
+        return None
+    return SpeculativeConfig.parse(given)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--speculative-config is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError("--speculative-config must be a JSON object")
+    return value
+
+
+def check_quantization(quantization: str) -> None:
+    if quantization != "none":
+        raise UserError(f"--quantization {quantization!r} is not available in this version; use none")
+
+
+def dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UserError(f"dtype is {name!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]

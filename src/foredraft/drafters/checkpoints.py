@@ -1,0 +1,194 @@
+"""Reading and writing drafter folders (config.json and safetensors)."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foredraft.drafters.dflash import DFlashConfig, DFlashWeights
+from foredraft.errors import UserError
+from foredraft.models.config import RopeConfig, decoder_config, required
+from foredraft.models.layers import DecoderLayer, load_layer
+from foredraft.models.loading import folder_weights, read_json
+
+
+def load_dflash(folder: Path, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashWeights]:
+    """Read a DFlash drafter in the z-lab layout (``DFlashDraftModel``).
+
+    Tensors: ``fc``, ``hidden_norm``, ``layers.i.*`` (Qwen3 names), ``norm``. Where the head predicts only a part
+    of the vocabulary, ``d2t [Vd]`` holds target id minus draft id of each entry, as in EAGLE-3 checkpoints.
+    """
+    source = str(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    if "DFlashDraftModel" not in (raw.get("architectures") or []):
+        raise UserError(f"{source}: architectures is {raw.get('architectures')}, not a DFlashDraftModel")
+    shape = decoder_config(
+        {"head_dim": 128, **raw, "use_sliding_window": False}, source, architecture="dflash", qk_norm=True
+    )
+    method = raw.get("dflash_config") or {}
+    layer_ids = method.get("target_layer_ids")
+    num_target_layers = int(required(raw, "num_target_layers", source))
+    if layer_ids is None:
+        layer_ids = default_taps(num_target_layers, shape.num_layers)
+    if any(not 0 <= index < num_target_layers for index in layer_ids):
+        raise UserError(f"{source}: target_layer_ids {layer_ids} must lie in 0..{num_target_layers - 1}")
+    mask = method.get("mask_token_id", raw.get("mask_token_id"))
+    if mask is None or not 0 <= int(mask) < shape.vocab_size:
+        raise UserError(f"{source}: dflash_config.mask_token_id is {mask}, not an id of the vocabulary")
+    block_size = int(required(raw, "block_size", source))
+    if block_size < 2:
+        raise UserError(f"{source}: block_size is {block_size}; it counts the anchor, so it must be 2 or more")
+    config = DFlashConfig(
+        layers=shape,
+        block_size=block_size,
+        target_layer_ids=tuple(int(index) for index in layer_ids),
+        num_target_layers=num_target_layers,
+        mask_token_id=int(mask),
+        windows=_windows(raw, shape.num_layers),
+    )
+    read = folder_weights(folder, dtype)
+    weights = DFlashWeights(
+        fc=read("fc.weight"),
+        context_norm=read("hidden_norm.weight"),
+        layers=tuple(load_layer(read, f"layers.{i}.", shape) for i in range(shape.num_layers)),
+        norm=read("norm.weight"),
+        draft_vocab=_draft_vocab(folder, raw, shape.vocab_size),
+    )
+    if weights.fc.shape != (shape.hidden_size, shape.hidden_size * len(config.target_layer_ids)):
+        raise UserError(
+            f"{folder}: fc.weight has shape {tuple(weights.fc.shape)}, which does not fit "
+            f"{len(config.target_layer_ids)} taps of width {shape.hidden_size}"
+        )
+    return config, weights
+
+
+def save_dflash(
+    folder: Path, config: DFlashConfig, weights: DFlashWeights, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Write a DFlash drafter in the z-lab layout; ``extra`` is added to config.json."""
+    shape = config.layers
+    tensors = {
+        "fc.weight": weights.fc,
+        "hidden_norm.weight": weights.context_norm,
+        "norm.weight": weights.norm,
+    }
+    for index, layer in enumerate(weights.layers):
+        tensors.update(_layer_tensors(f"layers.{index}.", layer, shape.num_heads, shape.head_dim))
+    raw: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "num_target_layers": config.num_target_layers,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "dtype": str(weights.fc.dtype).removeprefix("torch."),
+        **_rope_fields(shape.rope),
+        **_window_fields(config.windows),
+    }
+    if weights.draft_vocab is not None:
+        raw["draft_vocab_size"] = len(weights.draft_vocab)
+        tensors["d2t"] = (weights.draft_vocab - torch.arange(len(weights.draft_vocab))).int()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**raw, **(extra or {})}, indent=2) + "\n")
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """``count`` layers spread evenly from layer 1 to the fourth last (arXiv 2602.06036)."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, num_target_layers - 4
+    return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
+
+
+def _draft_vocab(folder: Path, raw: Mapping[str, Any], vocab_size: int) -> Tensor | None:
+    size = raw.get("draft_vocab_size")
+    if size is None or int(size) == vocab_size:
+        return None
+    offsets = folder_weights(folder, torch.int64)("d2t")
+    vocab = offsets + torch.arange(len(offsets))
+    if len(vocab) != int(size) or vocab.min() < 0 or vocab.max() >= vocab_size:
+        raise UserError(f"{folder}: d2t does not map {size} draft ids into the vocabulary of {vocab_size}")
+    return vocab
+
+
+def _layer_tensors(prefix: str, layer: DecoderLayer, heads: int, head_dim: int) -> dict[str, Tensor]:
+    q_rows = heads * head_dim
+    kv_rows = (len(layer.qkv) - q_rows) // 2
+    q, k, v = torch.split(layer.qkv, [q_rows, kv_rows, kv_rows])
+    gate, up = layer.gate_up.chunk(2)
+    assert layer.q_norm is not None and layer.k_norm is not None
+    named = {
+        "input_layernorm": layer.input_norm,
+        "self_attn.q_proj": q,
+        "self_attn.k_proj": k,
+        "self_attn.v_proj": v,
+        "self_attn.q_norm": layer.q_norm,
+        "self_attn.k_norm": layer.k_norm,
+        "self_attn.o_proj": layer.out,
+        "post_attention_layernorm": layer.post_norm,
+        "mlp.gate_proj": gate,
+        "mlp.up_proj": up,
+        "mlp.down_proj": layer.down,
+    }
+    return {f"{prefix}{name}.weight": tensor for name, tensor in named.items()}
+
+
+def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    names = (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    )
+    scaling = {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope.kind, **scaling}}
+
+
+def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    kinds = raw.get("layer_types") or ["full_attention"] * layers
+    window = raw.get("sliding_window")
+    if len(kinds) != layers or (window is None and "sliding_attention" in kinds):
+        raise UserError("config.json: layer_types needs one entry per layer, and sliding_attention a sliding_window")
+    return tuple(int(window) if window and kind == "sliding_attention" else None for kind in kinds)
+
+
+def _window_fields(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return {
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * len(windows),
+        }
+    return {
+        "use_sliding_window": True,
+        "sliding_window": sizes.pop(),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }

@@ -1,0 +1,221 @@
+"""The loop: schedule, propose, verify in one pass, accept, commit."""
+
+import hashlib
+from collections.abc import Sequence as Ids
+
+import torch
+from torch import Tensor
+
+from foredraft.config import AcceptanceRule, EngineConfig
+from foredraft.drafters.base import Drafter, DraftRequest, Proposal
+from foredraft.engine import acceptance
+from foredraft.engine.acceptance import Verdict
+from foredraft.engine.budget import draft_room
+from foredraft.engine.sampler import greedy_rows, is_plain_greedy, sample_rows, token_logprobs
+from foredraft.engine.scheduler import Scheduler, Work
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import UserError
+from foredraft.models.batch import flat_batch
+from foredraft.models.layers import DecoderModel
+from foredraft.sampling_params import SamplingParams
+from foredraft.tokenizer import Tokenizer
+
+NOTHING = Proposal(())
+
+
+class Engine:
+    """Runs sequences on a target, with a drafter or without.
+
+    num_speculative_tokens: N. acceptance_rule: see ``SpeculativeConfig``. eos_token_ids: tokens that end a
+    sequence; the tokenizer, when there is one, turns output into text.
+    """
+
+    def __init__(
+        self,
+        target: DecoderModel,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Ids[int] = (),
+        tokenizer: Tokenizer | None = None,
+        drafter: Drafter | None = None,
+        num_speculative_tokens: int = 0,
+        acceptance_rule: AcceptanceRule = "exact",
+    ) -> None:
+        own_limit = target.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > own_limit:
+            raise UserError(f"max_model_len is {config.max_model_len}, but the model's limit is {own_limit}")
+        if drafter is not None and num_speculative_tokens > drafter.max_tokens:
+            raise UserError(
+                f"num_speculative_tokens is {num_speculative_tokens}, "
+                f"but this drafter proposes 1 to {drafter.max_tokens} tokens"
+            )
+        self.max_model_len = config.max_model_len or own_limit
+        self._config = config
+        self._target = target
+        self._cache = target.new_cache()
+        self._scheduler = Scheduler(config)
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer = tokenizer
+        self._drafter = drafter
+        self._taps = drafter.taps if drafter else ()
+        self._num_speculative_tokens = num_speculative_tokens
+        self._rule = acceptance_rule
+        self._added = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, prompt: Ids[int], params: SamplingParams) -> list[Sequence]:
+        """Queue a prompt; one sequence for each of ``params.n`` samples. Raises UserError if it cannot run."""
+        vocab_size = self._target.config.vocab_size
+        if not prompt:
+            raise UserError("the prompt is empty; it must have at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, but this model takes at most {self.max_model_len} "
+                "tokens, prompt and answer together; shorten the prompt"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise UserError(f"the prompt has a token id outside the vocabulary, 0 to {vocab_size - 1}")
+        params.check_vocabulary(vocab_size)
+        base = params.seed if params.seed is not None else _derived(self._config.seed, self._added)
+        self._added += 1
+        sequences = [
+            Sequence(
+                prompt,
+                params,
+                base if index == 0 else _derived(base, index),
+                self.max_model_len,
+                self._eos_token_ids,
+                self._tokenizer,
+            )
+            for index in range(params.n)
+        ]
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+        return sequences
+
+    def abort(self, sequence: Sequence) -> None:
+        """Stop a sequence; what it has so far stays."""
+        if not sequence.finished:
+            sequence.finish("abort")
+            self._retire(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """One pass of the target. Returns the sequences that got new tokens."""
+        work = self._scheduler.schedule()
+        proposals = self._propose(work)
+        batch = flat_batch(
+            [item.tokens + list(draft.token_ids) for item, draft in zip(work, proposals, strict=True)],
+            [item.sequence.computed for item in work],
+            [item.sequence.slot for item in work],
+            _logit_counts(work, proposals),
+            self._target.device,
+        )
+        output = self._target.forward(batch, self._cache, self._taps)
+        verdicts = self._judge(work, proposals, output.logits)
+        kept = [
+            self._commit(item, draft, verdict) for item, draft, verdict in zip(work, proposals, verdicts, strict=True)
+        ]
+        if self._drafter and any(kept):
+            self._drafter.observe(batch, output.taps, kept)
+        for item in work:
+            if item.sequence.finished:
+                self._retire(item.sequence)
+        return [item.sequence for item, verdict in zip(work, verdicts, strict=True) if verdict]
+
+    def _propose(self, work: Ids[Work]) -> list[Proposal]:
+        """A proposal for each item, empty for those that do not decode or have no room, trimmed to its room."""
+        proposals = [NOTHING] * len(work)
+        if self._drafter is None:
+            return proposals
+        rooms = [
+            draft_room(item.sequence, self._num_speculative_tokens) if item.sequence.decoding else 0 for item in work
+        ]
+        drafting = [index for index, room in enumerate(rooms) if room]
+        if not drafting:
+            return proposals
+        requests = [
+            DraftRequest(sequence.slot, sequence.tokens[-1], sequence.computed)
+            for sequence in (work[index].sequence for index in drafting)
+        ]
+        proposed = self._drafter.propose(requests, max(rooms))
+        for index, proposal in zip(drafting, proposed, strict=True):
+            room = rooms[index]
+            log_probs = None if proposal.log_probs is None else proposal.log_probs[:room]
+            proposals[index] = Proposal(proposal.token_ids[:room], log_probs)
+        return proposals
+
+    def _judge(self, work: Ids[Work], proposals: Ids[Proposal], logits: Tensor) -> list[Verdict | None]:
+        """What the target makes of each proposal; None where no token is due yet."""
+        counts = _logit_counts(work, proposals)
+        rows = torch.split(logits, counts)
+        due = [item for item in work if item.reaches_end]
+        greedy: list[int] = []
+        if due and all(is_plain_greedy(item.sequence.params) for item in due):
+            greedy = greedy_rows(logits)
+        verdicts: list[Verdict | None] = []
+        first = 0
+        for item, draft, count, own in zip(work, proposals, counts, rows, strict=True):
+            if not count:
+                verdicts.append(None)
+                continue
+            if greedy:
+                verdicts.append(acceptance.exact(draft.token_ids, greedy[first : first + count]))
+            else:
+                verdicts.append(self._verdict(item.sequence, draft, own))
+            first += count
+            self._report_logprobs(item.sequence, draft, verdicts[-1], own)
+        return verdicts
+
+    def _verdict(self, sequence: Sequence, draft: Proposal, logits: Tensor) -> Verdict:
+        position = len(sequence.tokens) - 1
+        arguments = (logits, sequence.params, sequence.history, draft.token_ids)
+        if self._rule == "rejection" and draft.token_ids:
+            return acceptance.rejection_rows(*arguments, draft.log_probs, position, sequence.seed, sequence.stop_ids)
+        sampled = sample_rows(*arguments, position, sequence.seed, sequence.stop_ids)
+        return acceptance.exact(draft.token_ids, sampled)
+
+    def _report_logprobs(self, sequence: Sequence, draft: Proposal, verdict: Verdict | None, logits: Tensor) -> None:
+        if verdict is not None and sequence.params.logprobs is not None:
+            tokens = [*draft.token_ids[: verdict.accepted], verdict.token]
+            sequence.logprobs.extend(token_logprobs(logits, tokens, sequence.params.logprobs))
+
+    def _commit(self, item: Work, draft: Proposal, verdict: Verdict | None) -> int:
+        """Append what was accepted; returns how many of the item's rows stay in the caches."""
+        sequence = item.sequence
+        kept = item.count
+        if verdict is not None:
+            drafted = sequence.decoding
+            tokens = [*draft.token_ids[: verdict.accepted], verdict.token]
+            committed = sequence.append(tokens, verdict.accepted)
+            del sequence.logprobs[sequence.num_output :]
+            accepted = min(verdict.accepted, committed)
+            if drafted:
+                sequence.acceptance.record(len(draft.token_ids), accepted, committed)
+            if sequence.finished:
+                return 0
+            kept += accepted
+        sequence.computed += kept
+        self._cache.commit(sequence.slot, sequence.computed)
+        return kept
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        if sequence.slot >= 0:
+            self._cache.release(sequence.slot)
+            if self._drafter:
+                self._drafter.release(sequence.slot)
+
+
+def _logit_counts(work: Ids[Work], proposals: Ids[Proposal]) -> list[int]:
+    """How many rows of logits each item needs: one, and one for each draft token, once its end is reached."""
+    return [1 + len(draft.token_ids) if item.reaches_end else 0 for item, draft in zip(work, proposals, strict=True)]
+
+
+def _derived(seed: int, index: int) -> int:
+    """A seed of its own for the ``index``-th request or sample, in the range of SamplingParams.seed."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,1 @@
+"""Target models: one file per family, ``layers.py`` for what they share, ``loading.py`` for files."""

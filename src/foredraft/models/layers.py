@@ -1,0 +1,148 @@
+"""The decoder that the Llama-like families share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.models.batch import Batch, TargetOutput
+from foredraft.models.cache import CacheStep, KVCache
+from foredraft.models.config import ModelConfig
+from foredraft.models.rope import RotaryTable, inverse_frequencies
+from foredraft.ops import REFERENCE, Operations
+
+Weights = Callable[[str], Tensor]
+"""Looks a tensor up by its Hugging Face name; raises UserError when the checkpoint lacks it."""
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer; q, k, v and gate, up are stacked so that each is one matrix product."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def load_layer(weights: Weights, prefix: str, config: ModelConfig) -> DecoderLayer:
+    """Read the layer whose tensor names begin with ``prefix`` (Hugging Face names)."""
+
+    def stacked(names: Sequence[str], suffix: str) -> Tensor:
+        return torch.cat([weights(f"{prefix}{name}.{suffix}") for name in names])
+
+    attention = [f"self_attn.{name}_proj" for name in "qkv"]
+    mlp = ["mlp.gate_proj", "mlp.up_proj"]
+    return DecoderLayer(
+        input_norm=weights(f"{prefix}input_layernorm.weight"),
+        qkv=stacked(attention, "weight"),
+        qkv_bias=stacked(attention, "bias") if config.attention_bias else None,
+        q_norm=weights(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
+        k_norm=weights(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
+        out=weights(f"{prefix}self_attn.o_proj.weight"),
+        out_bias=weights(f"{prefix}self_attn.o_proj.bias") if config.attention_bias else None,
+        post_norm=weights(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=stacked(mlp, "weight"),
+        gate_up_bias=stacked(mlp, "bias") if config.mlp_bias else None,
+        down=weights(f"{prefix}mlp.down_proj.weight"),
+        down_bias=weights(f"{prefix}mlp.down_proj.bias") if config.mlp_bias else None,
+    )
+
+
+class DecoderModel:
+    """A target: embeddings, decoder layers, final norm and head, written in the operations of ``ops``."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Operations = REFERENCE) -> None:
+        self.config = config
+        self.ops = ops
+        self.embeddings = weights("model.embed_tokens.weight")
+        self.layers = [load_layer(weights, f"model.layers.{i}.", config) for i in range(config.num_layers)]
+        self.final_norm = weights("model.norm.weight")
+        self.head = self.embeddings if config.tie_word_embeddings else weights("lm_head.weight")
+        frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+        self.rotary = RotaryTable(frequencies, factor, self.dtype, self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embeddings.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embeddings.device
+
+    def new_cache(self) -> KVCache:
+        return KVCache(self.config, self.dtype, self.device)
+
+    def forward(self, batch: Batch, cache: KVCache, taps: Sequence[int] = ()) -> TargetOutput:
+        """Run a batch. ``taps``: 0-based layers whose output (the residual stream after them) is wanted.
+
+        Writes keys and values beyond the committed length of each slot; the caller commits what it keeps.
+        """
+        step = cache.prepare(batch)
+        angles = self.rotary(batch.positions, max(batch.ends))
+        hidden = self.ops.embedding(batch.token_ids, self.embeddings)
+        tapped = {}
+        for index, layer in enumerate(self.layers):
+            hidden = layer_forward(index, layer, hidden, angles, cache, step, self.config, self.ops)
+            if index in taps:
+                tapped[index] = hidden
+        wanted = hidden if len(batch.logit_rows) == len(hidden) else hidden[batch.logit_rows]
+        normed = self.ops.rms_norm(wanted, self.final_norm, self.config.rms_norm_eps)
+        return TargetOutput(
+            logits=self.ops.linear(normed, self.head, None),
+            taps=torch.cat([tapped[index] for index in taps], dim=-1) if taps else None,
+        )
+
+
+def layer_forward(
+    index: int,
+    layer: DecoderLayer,
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    cache: KVCache,
+    step: CacheStep,
+    config: ModelConfig,
+    ops: Operations,
+) -> Tensor:
+    """One decoder layer over the rows ``hidden [T, K]`` of a batch, through ``cache``."""
+    queries, keys, values = project(layer, hidden, angles, config, ops)
+    cache.write(index, step.rows, keys, values)
+    mixed = ops.attention(queries, cache.keys[index], cache.values[index], step.attention)
+    return finish_layer(layer, hidden, mixed, config, ops)
+
+
+def project(
+    layer: DecoderLayer,
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    config: ModelConfig,
+    ops: Operations,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, D], keys and values [T, G, D] of a layer's input, normed and rotated."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+    qkv = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
+    values = qkv[:, heads + kv_heads :]
+    if layer.q_norm is None or layer.k_norm is None:
+        rotated = ops.rope(qkv[:, : heads + kv_heads], *angles)
+        return rotated[:, :heads], rotated[:, heads:], values
+    queries = ops.rms_norm(qkv[:, :heads], layer.q_norm, config.rms_norm_eps)
+    keys = ops.rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.rms_norm_eps)
+    return ops.rope(queries, *angles), ops.rope(keys, *angles), values
+
+
+def finish_layer(layer: DecoderLayer, hidden: Tensor, mixed: Tensor, config: ModelConfig, ops: Operations) -> Tensor:
+    """Add a layer's attention output ``mixed [T, H, D]`` and its MLP to the residual stream."""
+    hidden = hidden + ops.linear(mixed.reshape(len(hidden), -1), layer.out, layer.out_bias)
+    normed = ops.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+    gated = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+    return hidden + ops.linear(gated, layer.down, layer.down_bias)

