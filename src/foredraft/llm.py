@@ -27,13 +27,15 @@ class CompletionOutput:
     """One generated sequence.
 
     origins: for each token, the block position k >= 1 of the accepted draft token it was, or 0 for a token that
-    the target itself sampled. logprobs: per token, when asked for.
+    the target itself sampled. pieces: the text cut where its tokens meet, each piece with its token's origin.
+    logprobs: per token, when asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
     origins: list[int]
+    pieces: list[tuple[str, int]]
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
@@ -92,6 +94,35 @@ class _Request:
     sequences: list[RunningSequence]
 
 
+@dataclass
+class _Progress:
+    """How much of a sequence a stream has handed out."""
+
+    number: int
+    index: int
+    sequence: RunningSequence
+    characters: int = 0
+    tokens: int = 0
+    done: bool = False
+
+    def update(self) -> StreamUpdate | None:
+        """What is new, if anything."""
+        sequence = self.sequence
+        if sequence.num_output == self.tokens and not sequence.finished:
+            return None
+        settled = sequence.settled_text
+        new = StreamUpdate(
+            request_id=self.number,
+            index=self.index,
+            token_ids=sequence.output[self.tokens :],
+            origins=sequence.origins[self.tokens :],
+            pieces=sequence.pieces(self.characters, settled),
+            output=None,
+        )
+        self.characters, self.tokens, self.done = settled, sequence.num_output, sequence.finished
+        return new
+
+
 class LLM:
     """A target model, with or without speculation.
 
@@ -116,6 +147,8 @@ class LLM:
             raise UserError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
         self.config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, seed)
         speculation = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
+        if speculation and speculation.method == "none":
+            speculation = None
         self.target = load_target(model, DTYPES[dtype], device) if isinstance(model, str) else model
         self.tokenizer = self.target.tokenizer
         drafter = load_drafter(speculation, self.target) if speculation else None
@@ -174,29 +207,25 @@ class LLM:
                     self.engine.abort(sequence)
 
     def _updates(self, requests: list[_Request]) -> Iterator[StreamUpdate]:
-        places = {
-            id(sequence): (number, index)
+        pending = [
+            _Progress(number, index, sequence)
             for number, request in enumerate(requests)
             for index, sequence in enumerate(request.sequences)
-        }
-        sent = {key: (0, 0) for key in places}
+        ]
         unfinished = [len(request.sequences) for request in requests]
-        while any(unfinished):
-            for sequence in self.engine.step():
-                number, index = places[id(sequence)]
-                text_from, token_from = sent[id(sequence)]
-                settled = sequence.settled_text
-                sent[id(sequence)] = (settled, sequence.num_output)
-                unfinished[number] -= sequence.finished
-                done = sequence.finished and not unfinished[number]
-                yield StreamUpdate(
-                    request_id=number,
-                    index=index,
-                    token_ids=sequence.tokens[sequence.prompt_length + token_from :],
-                    origins=sequence.origins[token_from:],
-                    pieces=sequence.pieces(text_from, settled),
-                    output=_output(number, requests[number]) if done else None,
-                )
+        while pending:
+            # Another stream of this engine may have moved these sequences on: look before stepping.
+            for each in pending:
+                update = each.update()
+                if update is None:
+                    continue
+                unfinished[each.number] -= each.done
+                if each.done and not unfinished[each.number]:
+                    update = replace(update, output=_output(each.number, requests[each.number]))
+                yield update
+            pending = [each for each in pending if not each.done]
+            if any(not each.sequence.finished for each in pending):
+                self.engine.step()
 
     def _finished(self, updates: Iterator[StreamUpdate]) -> list[RequestOutput]:
         outputs = [update.output for update in updates if update.output]
@@ -231,6 +260,7 @@ def _output(number: int, request: _Request) -> RequestOutput:
                 text=sequence.text,
                 token_ids=sequence.output,
                 origins=list(sequence.origins),
+                pieces=sequence.pieces(0, len(sequence.text)),
                 logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
                 finish_reason=sequence.finish_reason,
                 stop_reason=sequence.stop_reason,

@@ -59,6 +59,7 @@ class Condition:
     """What was run. base_url: the server that was measured, None for this process."""
 
     model: str
+    dtype: str | None
     quantization: str | None
     method: str
     drafter: str | None

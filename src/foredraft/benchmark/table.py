@@ -3,19 +3,20 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from foredraft.benchmark.results import Run
 
 
 def results_table(runs: Sequence[Run]) -> Table:
-    """One row for each run."""
-    table = Table(title=_title(runs))
+    """One row for each run; under "identical", how many of the conversations differ from plain decoding's."""
+    table = Table(title=_title(runs), box=SIMPLE_HEAD)
     for heading in ("dataset", "method"):
         table.add_column(heading, no_wrap=True)
     for heading in ("N", "conc.", "tok/s", "speed-up", "τ"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("kept at position 1, 2, ... (%)")
+    table.add_column("kept at 1, 2, ... (%)")
     table.add_column("identical", no_wrap=True)
     before = None
     for run in runs:
@@ -49,10 +50,7 @@ def best_lines(runs: Sequence[Run]) -> Iterator[str]:
         if all(len(tried) == 1 for tried in datasets.values()):
             continue
         fastest = {name: max(tried, key=lambda run: run.speedup or 0) for name, tried in datasets.items()}
-        parts = [
-            f"{name} {run.condition.num_speculative_tokens} ({run.speedup:.2f}x)"
-            for name, run in fastest.items()
-        ]
+        parts = [f"{name} {run.condition.num_speculative_tokens} ({run.speedup:.2f}x)" for name, run in fastest.items()]
         yield f"Best N of {method} at concurrency {concurrency}: {', '.join(parts)}"
 
 
@@ -64,4 +62,4 @@ def _title(runs: Sequence[Run]) -> str:
 def _identical(run: Run) -> str:
     if run.identical_to_plain is None:
         return "-"
-    return "yes" if run.identical_to_plain else f"no ({run.num_different} of {run.num_prompts} differ)"
+    return "yes" if run.identical_to_plain else f"no: {run.num_different}/{run.num_prompts}"

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ Conversation = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations of one kind. ``notes``: what the user should know about where they come from."""
+    """Conversations of one kind. ``notes``: what the user should be told about them."""
 
     name: str
     source: Source
@@ -43,15 +44,29 @@ def load_workload(name: str, data_dir: Path | None, num_prompts: int) -> Workloa
         raise UserError(f"dataset {name!r} is not known; known: {', '.join(NAMES)}")
     if data_dir is not None:
         source: Source = "data-dir"
-        conversations, notes = _from_data_dir(name, data_dir), []
+        conversations, told = _from_data_dir(name, data_dir), []
     else:
         downloaded, reason = _from_hub(name)
         source = "hub" if downloaded else "bundled"
         conversations = downloaded or read_conversations(BUNDLED / f"{name}.jsonl")
-        notes = [] if downloaded else [f"{name}: using this package's own prompts of its kind ({reason})"]
+        told = [] if downloaded else [f"{reason}; this package's own prompts of that kind are used instead"]
     if len(conversations) < num_prompts:
-        notes.append(f"{name}: {len(conversations)} prompts are all there are; {num_prompts} were asked for")
-    return Workload(name, source, tuple(conversations[:num_prompts]), tuple(notes))
+        told.append(f"{num_prompts} prompts were asked for, {len(conversations)} are all there are")
+    return Workload(name, source, tuple(conversations[:num_prompts]), tuple(told))
+
+
+def load_workloads(names: Sequence[str], data_dir: Path | None, num_prompts: int) -> list[Workload]:
+    """Several workloads; each name once."""
+    return [load_workload(name, data_dir, num_prompts) for name in dict.fromkeys(names)]
+
+
+def notes(workloads: Sequence[Workload]) -> Iterator[str]:
+    """One line for each thing to tell, naming the workloads that it concerns."""
+    concerned: defaultdict[str, list[str]] = defaultdict(list)
+    for workload in workloads:
+        for note in workload.notes:
+            concerned[note].append(workload.name)
+    yield from (f"{', '.join(names)}: {note}" for note, names in concerned.items())
 
 
 def request_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
@@ -109,9 +124,7 @@ _HUB = {
         "data/sanitized-mbpp.json",
         lambda entry: [entry["prompt"]] if 11 <= entry["task_id"] <= 510 else None,
     ),
-    "mt-bench": _HubFile(
-        "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", lambda entry: entry["turns"]
-    ),
+    "mt-bench": _HubFile("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", lambda entry: entry["turns"]),
 }
 
 
@@ -119,7 +132,7 @@ def _from_hub(name: str) -> tuple[list[Conversation], str]:
     """A workload from the Hub or its cache; or nothing, and the reason."""
     file = _HUB.get(name)
     if file is None:
-        return [], "the Hub has it as parquet only; for the real one use --data-dir"
+        return [], "the Hub has the public set as parquet only (give it with --data-dir)"
     reachable = _hub_is_reachable()
     try:
         path = hf_hub_download(
@@ -184,8 +197,3 @@ def _parsed(place: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{place} is not valid JSON: {error}") from error
-
-
-def describe_sources(workloads: Iterable[Workload]) -> Iterator[str]:
-    """The notes of several workloads, each once."""
-    yield from dict.fromkeys(note for workload in workloads for note in workload.notes)

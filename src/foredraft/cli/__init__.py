@@ -47,11 +47,12 @@ def _options(
 def _register() -> None:
     from foredraft.cli.bench import bench
     from foredraft.cli.chat import chat
+    from foredraft.cli.demo import demo
     from foredraft.cli.generate import generate
     from foredraft.cli.synthesize import synthesize
     from foredraft.cli.train import train
 
-    for command in (generate, chat, bench, train, synthesize):
+    for command in (demo, generate, chat, bench, train, synthesize):
         app.command()(command)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.drafters.dflash import DFlashConfig, DFlashWeights
 from foredraft.errors import UserError
 from foredraft.models.config import RopeConfig, decoder_config, required
-from foredraft.models.layers import DecoderLayer, load_layer
+from foredraft.models.layers import DecoderLayer, load_layer, load_tensor
 from foredraft.models.loading import folder_weights, read_json
 
 
@@ -29,40 +29,44 @@ def load_dflash(folder: Path, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashW
     shape = decoder_config(
         {"head_dim": 128, **raw, "use_sliding_window": False}, source, architecture="dflash", qk_norm=True
     )
-    method = raw.get("dflash_config") or {}
+    if shape.attention_bias or shape.mlp_bias:
+        raise UserError(f"{source}: biases (attention_bias, mlp_bias) are not supported in a DFlash drafter")
+    method = {**raw, **(raw.get("dflash_config") or {})}
+    if float(method.get("input_embedding_scale") or 1.0) != 1.0:
+        raise UserError(f"{source}: input_embedding_scale is not supported")
     layer_ids = method.get("target_layer_ids")
     num_target_layers = int(required(raw, "num_target_layers", source))
     if layer_ids is None:
         layer_ids = default_taps(num_target_layers, shape.num_layers)
     if any(not 0 <= index < num_target_layers for index in layer_ids):
         raise UserError(f"{source}: target_layer_ids {layer_ids} must lie in 0..{num_target_layers - 1}")
-    mask = method.get("mask_token_id", raw.get("mask_token_id"))
+    mask = method.get("mask_token_id")
     if mask is None or not 0 <= int(mask) < shape.vocab_size:
         raise UserError(f"{source}: dflash_config.mask_token_id is {mask}, not an id of the vocabulary")
-    block_size = int(required(raw, "block_size", source))
+    block_size = int(required(method, "block_size", source))
     if block_size < 2:
         raise UserError(f"{source}: block_size is {block_size}; it counts the anchor, so it must be 2 or more")
+    windows = _windows(raw, shape.num_layers, source)
+    if raw.get("is_causal") and None in windows:
+        raise UserError(f"{source}: is_causal is true, but only layers with a sliding window may be causal")
     config = DFlashConfig(
         layers=shape,
         block_size=block_size,
         target_layer_ids=tuple(int(index) for index in layer_ids),
         num_target_layers=num_target_layers,
         mask_token_id=int(mask),
-        windows=_windows(raw, shape.num_layers),
+        windows=windows,
+        causal_windows=raw.get("is_causal") is not False and any(windows),
     )
     read = folder_weights(folder, dtype)
+    hidden = shape.hidden_size
     weights = DFlashWeights(
-        fc=read("fc.weight"),
-        context_norm=read("hidden_norm.weight"),
+        fc=load_tensor(read, "fc.weight", hidden, hidden * len(config.target_layer_ids)),
+        context_norm=load_tensor(read, "hidden_norm.weight", hidden),
         layers=tuple(load_layer(read, f"layers.{i}.", shape) for i in range(shape.num_layers)),
-        norm=read("norm.weight"),
+        norm=load_tensor(read, "norm.weight", hidden),
         draft_vocab=_draft_vocab(folder, raw, shape.vocab_size),
     )
-    if weights.fc.shape != (shape.hidden_size, shape.hidden_size * len(config.target_layer_ids)):
-        raise UserError(
-            f"{folder}: fc.weight has shape {tuple(weights.fc.shape)}, which does not fit "
-            f"{len(config.target_layer_ids)} taps of width {shape.hidden_size}"
-        )
     return config, weights
 
 
@@ -101,7 +105,7 @@ def save_dflash(
         "tie_word_embeddings": shape.tie_word_embeddings,
         "dtype": str(weights.fc.dtype).removeprefix("torch."),
         **_rope_fields(shape.rope),
-        **_window_fields(config.windows),
+        **_window_fields(config),
     }
     if weights.draft_vocab is not None:
         raw["draft_vocab_size"] = len(weights.draft_vocab)
@@ -112,10 +116,10 @@ def save_dflash(
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """``count`` layers spread evenly from layer 1 to the fourth last (arXiv 2602.06036)."""
+    """``count`` layers spread evenly from the second to the third last (arXiv 2602.06036), as z-lab's code does."""
     if count == 1:
         return (num_target_layers // 2,)
-    first, last = 1, num_target_layers - 4
+    first, last = 1, num_target_layers - 3
     return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
 
 
@@ -171,16 +175,27 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope.kind, **scaling}}
 
 
-def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(raw: Mapping[str, Any], layers: int, source: str) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types") or ["full_attention"] * layers
-    window = raw.get("sliding_window")
-    if len(kinds) != layers or (window is None and "sliding_attention" in kinds):
-        raise UserError("config.json: layer_types needs one entry per layer, and sliding_attention a sliding_window")
+    # transformers reads `sliding_window` as absent unless `use_sliding_window` is set.
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    if len(kinds) != layers or not {*kinds} <= {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"{source}: layer_types must name full_attention or sliding_attention for each of {layers} layers"
+        )
+    if (window is not None) != ("sliding_attention" in kinds):
+        raise UserError(
+            f"{source}: layers of type sliding_attention in layer_types need use_sliding_window and "
+            "sliding_window, and these need such layers"
+        )
     return tuple(int(window) if window and kind == "sliding_attention" else None for kind in kinds)
 
 
-def _window_fields(windows: tuple[int | None, ...]) -> dict[str, Any]:
+def _window_fields(config: DFlashConfig) -> dict[str, Any]:
+    windows = config.windows
     sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"the z-lab layout holds one window size, not {sorted(sizes)}")
     if not sizes:
         return {
             "use_sliding_window": False,
@@ -188,6 +203,7 @@ def _window_fields(windows: tuple[int | None, ...]) -> dict[str, Any]:
             "layer_types": ["full_attention"] * len(windows),
         }
     return {
+        **({} if config.causal_windows else {"is_causal": False}),
         "use_sliding_window": True,
         "sliding_window": sizes.pop(),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],

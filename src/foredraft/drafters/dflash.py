@@ -27,7 +27,8 @@ class DFlashConfig:
     """A drafter's shape: ``layers`` describes its own decoder layers (Qwen3-style, ``qk_norm`` on).
 
     block_size counts the anchor. target_layer_ids: 0-based, by the layers' output. windows: sliding window of
-    each drafter layer in positions, None where it sees everything.
+    each drafter layer in positions, None where it sees everything. causal_windows: whether the layers with a
+    window also see no later row of the block (z-lab's default for them).
     """
 
     layers: ModelConfig
@@ -36,6 +37,7 @@ class DFlashConfig:
     num_target_layers: int
     mask_token_id: int
     windows: tuple[int | None, ...]
+    causal_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,10 @@ class DFlashDrafter:
     def _block(self, batch: Batch) -> Tensor:
         """Final normed hidden states of the block's mask rows."""
         shape = self.config.layers
-        steps = {window: self._cache.prepare(batch, causal=False, window=window) for window in set(self.config.windows)}
+        steps = {
+            window: self._cache.prepare(batch, causal=window is not None and self.config.causal_windows, window=window)
+            for window in set(self.config.windows)
+        }
         angles = self._rotary(batch.positions, max(batch.ends))
         hidden = self._ops.embedding(batch.token_ids, self._embeddings)
         for index, layer in enumerate(self._weights.layers):

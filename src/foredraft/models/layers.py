@@ -1,11 +1,12 @@
 """The decoder that the Llama-like families share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from foredraft.errors import UserError
 from foredraft.models.batch import Batch, TargetOutput
 from foredraft.models.cache import CacheStep, KVCache
 from foredraft.models.config import ModelConfig
@@ -37,25 +38,41 @@ class DecoderLayer:
 def load_layer(weights: Weights, prefix: str, config: ModelConfig) -> DecoderLayer:
     """Read the layer whose tensor names begin with ``prefix`` (Hugging Face names)."""
 
-    def stacked(names: Sequence[str], suffix: str) -> Tensor:
-        return torch.cat([weights(f"{prefix}{name}.{suffix}") for name in names])
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
-    attention = [f"self_attn.{name}_proj" for name in "qkv"]
-    mlp = ["mlp.gate_proj", "mlp.up_proj"]
+    def read(name: str, *shape: int) -> Tensor:
+        return load_tensor(weights, prefix + name, *shape)
+
+    def stacked(rows: Mapping[str, int], suffix: str, *columns: int) -> Tensor:
+        return torch.cat([read(f"{name}.{suffix}", count, *columns) for name, count in rows.items()])
+
+    qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
     return DecoderLayer(
-        input_norm=weights(f"{prefix}input_layernorm.weight"),
-        qkv=stacked(attention, "weight"),
-        qkv_bias=stacked(attention, "bias") if config.attention_bias else None,
-        q_norm=weights(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=weights(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
-        out=weights(f"{prefix}self_attn.o_proj.weight"),
-        out_bias=weights(f"{prefix}self_attn.o_proj.bias") if config.attention_bias else None,
-        post_norm=weights(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=stacked(mlp, "weight"),
-        gate_up_bias=stacked(mlp, "bias") if config.mlp_bias else None,
-        down=weights(f"{prefix}mlp.down_proj.weight"),
-        down_bias=weights(f"{prefix}mlp.down_proj.bias") if config.mlp_bias else None,
+        input_norm=read("input_layernorm.weight", hidden),
+        qkv=stacked(qkv, "weight", hidden),
+        qkv_bias=stacked(qkv, "bias") if config.attention_bias else None,
+        q_norm=read("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
+        k_norm=read("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
+        out=read("self_attn.o_proj.weight", hidden, q_rows),
+        out_bias=read("self_attn.o_proj.bias", hidden) if config.attention_bias else None,
+        post_norm=read("post_attention_layernorm.weight", hidden),
+        gate_up=stacked(gate_up, "weight", hidden),
+        gate_up_bias=stacked(gate_up, "bias") if config.mlp_bias else None,
+        down=read("mlp.down_proj.weight", hidden, inner),
+        down_bias=read("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
     )
+
+
+def load_tensor(weights: Weights, name: str, *shape: int) -> Tensor:
+    """The tensor ``name``; raises UserError when its shape is not the one that the configuration implies."""
+    tensor = weights(name)
+    if tensor.shape != shape:
+        raise UserError(
+            f"the tensor {name} has shape {tuple(tensor.shape)}, but the model's configuration implies {shape}"
+        )
+    return tensor
 
 
 class DecoderModel:
@@ -64,10 +81,12 @@ class DecoderModel:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Operations = REFERENCE) -> None:
         self.config = config
         self.ops = ops
-        self.embeddings = weights("model.embed_tokens.weight")
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embeddings = load_tensor(weights, "model.embed_tokens.weight", vocab, hidden)
         self.layers = [load_layer(weights, f"model.layers.{i}.", config) for i in range(config.num_layers)]
-        self.final_norm = weights("model.norm.weight")
-        self.head = self.embeddings if config.tie_word_embeddings else weights("lm_head.weight")
+        self.final_norm = load_tensor(weights, "model.norm.weight", hidden)
+        tied = config.tie_word_embeddings
+        self.head = self.embeddings if tied else load_tensor(weights, "lm_head.weight", vocab, hidden)
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
         self.rotary = RotaryTable(frequencies, factor, self.dtype, self.device)
 

@@ -35,6 +35,7 @@ from foredraft.training.losses import (
 )
 
 BLOCKS_AT_ONCE = 24
+EVALUATION_BLOCK = 8
 
 
 def training_mask(context: int, anchors: Tensor, block: int, window: int | None) -> Tensor:
@@ -157,10 +158,11 @@ class DFlashObjective:
     ) -> None:
         self._last = target.config.num_layers - 1
         self.taps = (*config.target_layer_ids, self._last) if recipe.distillation else config.target_layer_ids
+        self.evaluation_block = min(EVALUATION_BLOCK, config.block_size)
         self._final_norm = target.final_norm
         self._config = config
         self._recipe = recipe
-        self._weights = weights.map(lambda tensor: tensor.float().requires_grad_())
+        self._weights = weights.map(lambda tensor: tensor.detach().float().clone().requires_grad_())
         self._compute_dtype = target.dtype
         vocab = weights.draft_vocab
         self._embeddings = target.embeddings

@@ -21,9 +21,13 @@ from foredraft.training.losses import BlockScores, acceptance_length
 
 
 class Objective(Protocol):
-    """What the trainer needs of a method: which taps it reads, what is trained, and how a draft scores."""
+    """What the trainer needs of a method: which taps it reads, what is trained, and how a draft scores.
+
+    evaluation_block: the block size at which held-out texts are scored, always the same.
+    """
 
     taps: tuple[int, ...]
+    evaluation_block: int
 
     def parameters(self) -> dict[str, Tensor]: ...
 
@@ -89,23 +93,19 @@ class FeatureSource:
         self._left = cache_bytes
         self._known: dict[tuple[int, ...], Tensor] = {}
 
-    @torch.no_grad()
-    def __call__(self, examples: Sequence[Example]) -> list[Tensor]:
-        """Per example [T, m * K]."""
-        missing = [example for example in examples if example.tokens not in self._known]
-        fresh = {}
-        if missing:
-            rows = [example.tokens for example in missing]
-            batch = flat_batch(rows, [0] * len(rows), range(len(rows)), [1] * len(rows))
+    def __call__(self, example: Example) -> Tensor:
+        """[T, m * K]. A text always runs alone, so that its features do not depend on what ran before."""
+        known = self._known.get(example.tokens)
+        if known is not None:
+            return known
+        batch = flat_batch([example.tokens], [0], [0], [1])
+        with torch.no_grad():
             taps = self._target.forward(batch, self._target.new_cache(), self._taps).taps
-            assert taps is not None
-            for row, part in zip(rows, torch.split(taps, [len(row) for row in rows]), strict=True):
-                fresh[row] = part
-                size = part.nbytes
-                if size <= self._left:
-                    self._left -= size
-                    self._known[row] = part.clone()
-        return [fresh[e.tokens] if e.tokens in fresh else self._known[e.tokens] for e in examples]
+        assert taps is not None
+        if taps.nbytes <= self._left:
+            self._left -= taps.nbytes
+            self._known[example.tokens] = taps
+        return taps
 
 
 class Trainer:
@@ -180,7 +180,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         examples = list(self._answers_of(self.step))
-        features = self._features(examples)
+        features = [self._features(example) for example in examples]
         generator = torch.Generator().manual_seed(((config.seed * 1_000_003 + self.step) * 4099 + self.rank) % 2**63)
         scores = self._objective.score(examples, features, generator)
         scores.loss.backward()  # type: ignore[no-untyped-call]
@@ -227,7 +227,11 @@ class Trainer:
             scores = []
             for number, example in enumerate(examples):
                 generator = torch.Generator().manual_seed(number)
-                scores.append(self._objective.score([example], self._features([example]), generator, EVALUATION_BLOCK))
+                scores.append(
+                    self._objective.score(
+                        [example], [self._features(example)], generator, self._objective.evaluation_block
+                    )
+                )
             if scores:
                 matches, counted = _stacked(scores)
                 entry[kind] = {
@@ -283,7 +287,6 @@ class Trainer:
 
 
 CHECKPOINT = "checkpoint.safetensors"
-EVALUATION_BLOCK = 8
 
 
 def _order(count: int, seed: int, epoch: int) -> list[int]:
