@@ -1,5 +1,5 @@
 """``python -m foredraft`` and ``torchrun -m foredraft`` are the ``foredraft`` command."""
 
-from foredraft.cli import main
+from foredraft.cli.main import main
 
 main()

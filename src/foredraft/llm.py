@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from foredraft.config import EngineConfig, SpeculativeConfig
-from foredraft.drafters import load_drafter
+from foredraft.drafters import check_method, load_drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.sampler import TokenLogprobs
 from foredraft.engine.sequence import Acceptance, FinishReason
@@ -149,6 +149,8 @@ class LLM:
         speculation = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         if speculation and speculation.method == "none":
             speculation = None
+        if speculation:
+            check_method(speculation)
         self.target = load_target(model, DTYPES[dtype], device) if isinstance(model, str) else model
         self.tokenizer = self.target.tokenizer
         drafter = load_drafter(speculation, self.target) if speculation else None

@@ -107,9 +107,7 @@ def test_both_attention_paths_agree(count: int) -> None:
     cache = MODEL.new_cache()
     MODEL.forward(flat_batch([tokens[:40]], [0], [0]), cache)
     together = MODEL.forward(flat_batch([tokens[40 : 40 + count]], [40], [0]), cache).logits
-    alone = [
-        MODEL.forward(flat_batch([tokens[at : at + 1]], [at], [0]), cache).logits for at in range(40, 40 + count)
-    ]
+    alone = [MODEL.forward(flat_batch([tokens[at : at + 1]], [at], [0]), cache).logits for at in range(40, 40 + count)]
     assert_same(together, torch.cat(alone))
 
 

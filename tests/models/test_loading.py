@@ -76,7 +76,9 @@ def test_the_embedded_file_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("smollm2-135m")
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "/no/such", "~/no-such", "org/file.gguf", "a/b/c", "a b"])
+@pytest.mark.parametrize(
+    "name", ["no-such-model", "./no/such", "/no/such", "~/no-such", "org/file.gguf", "a/b/c", "a b"]
+)
 def test_no_such_model(name: str) -> None:
     refused(name, f"no model {name!r}", "smollm2-135m", ".gguf", "Hub id")
 

@@ -114,7 +114,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 
 def test_rms_norm_of_bfloat16_reduces_in_float32() -> None:
-    """256 ones and one 16: in bfloat16 the sum of squares would stop at 256 + 256."""
+    """1024 ones: in bfloat16 the sum of their squares would stop growing at 256."""
     x = torch.ones(1, 1024, dtype=torch.bfloat16)
     assert torch.equal(reference.rms_norm(x, torch.ones(1024, dtype=torch.bfloat16), 0.0), x)
 

@@ -1,7 +1,7 @@
 """Training blocks, the start from the target's layers, and the loop around them, on a tiny target."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,7 @@ def trainer_in(folder, target, examples, recipe=RECIPE, held_out=(), **settings)
     folder.mkdir(exist_ok=True)
     start = initial_drafter(target, recipe, None, examples[0].tokens)
     objective = DFlashObjective(target, *start, recipe)
-    return Trainer(target, objective, examples, held_out, config, folder, {"recipe": str(recipe)})
+    return Trainer(target, objective, examples, held_out, config, folder, asdict(recipe))
 
 
 def silent(_):

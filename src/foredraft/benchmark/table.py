@@ -11,12 +11,12 @@ from foredraft.benchmark.results import Run
 
 def results_table(runs: Sequence[Run]) -> Table:
     """One row for each run; under "identical", how many of the conversations differ from plain decoding's."""
-    table = Table(title=_title(runs), box=SIMPLE_HEAD)
+    table = Table(title=_title(runs), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for heading in ("dataset", "method"):
         table.add_column(heading, no_wrap=True)
     for heading in ("N", "conc.", "tok/s", "speed-up", "τ"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("kept at 1, 2, ... (%)")
+    table.add_column("kept at 1, 2, … (%)")
     table.add_column("identical", no_wrap=True)
     before = None
     for run in runs:

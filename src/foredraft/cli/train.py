@@ -154,7 +154,9 @@ class _Display:
         figures = f"loss {now.loss:.3f}  τ {now.acceptance_length:.2f}  accuracy % {accuracy}"
         self._progress.update(self._task, completed=now.step, figures=figures)
         if not self._progress.console.is_terminal:
-            self._progress.console.print(f"step {now.step}  {figures}  {now.seconds_per_step:.2f} s")
+            self._progress.console.print(
+                f"step {now.step}  {figures}  {now.seconds_per_step:.2f} s", soft_wrap=True
+            )
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self._stop = True

@@ -22,8 +22,7 @@ METHODS: dict[str, Callable[[Path, Target], Drafter]] = {"dflash": _dflash}
 
 def load_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     """The drafter that ``config`` names, checked against its target. Raises UserError if it does not fit."""
-    if config.method not in METHODS:
-        raise UserError(f"method {config.method!r} is not known; known: none, {', '.join(METHODS)}")
+    check_method(config)
     if config.model is not None:
         folder = resolve(config.model)
         if not folder.is_dir():
@@ -41,3 +40,9 @@ def load_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
             f"but the drafter in {folder} proposes 1 to {drafter.max_tokens} tokens"
         )
     return drafter
+
+
+def check_method(config: SpeculativeConfig) -> None:
+    """Raise UserError unless ``config`` names a known method."""
+    if config.method not in METHODS:
+        raise UserError(f"method {config.method!r} is not known; known: none, {', '.join(METHODS)}")

@@ -111,6 +111,9 @@ class FeatureSource:
 class Trainer:
     """Trains ``objective`` on ``train`` in ``folder``; continues from the checkpoint there if there is one.
 
+    A continued run must have the settings of the one before, ``steps`` apart: more of them make it longer, and as
+    long as the learning rate has not begun to fall that is the same as having asked for more at once.
+
     Under ``torchrun`` the processes share the answers of a step and average their gradients.
     """
 
@@ -129,7 +132,7 @@ class Trainer:
         self._held_out = held_out
         self._config = config
         self._folder = folder
-        self._fingerprint = {**asdict(config), **fingerprint}
+        self._fingerprint = json.loads(json.dumps({**asdict(config), **fingerprint}))
         self._features = FeatureSource(target, objective.taps, config.feature_cache_bytes)
         self._parameters = objective.parameters()
         matrices = [tensor for tensor in self._parameters.values() if tensor.ndim > 1]
@@ -268,9 +271,8 @@ class Trainer:
         except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise UserError(f"{path} is not a checkpoint of foredraft; remove it to start over") from error
         stored = header["config"]
-        changed = sorted(
-            key for key in stored.keys() | self._fingerprint if stored.get(key) != self._fingerprint.get(key)
-        )
+        fixed = (stored.keys() | self._fingerprint) - {"steps"}
+        changed = sorted(key for key in fixed if stored.get(key) != self._fingerprint.get(key))
         if changed:
             raise UserError(
                 f"{path} belongs to a run with other settings ({', '.join(changed)}); "
