@@ -127,7 +127,8 @@ class LLM:
     """A target model, with or without speculation.
 
     model: alias, folder, GGUF file or Hub id (see ``load_target``). speculative_config: a mapping with vLLM's
-    keys (``method``, ``model``, ``num_speculative_tokens``), JSON text, or None for plain decoding.
+    keys (``method``, ``model``, ``num_speculative_tokens``), JSON text, or None for plain decoding; ``speculation`` is
+    what came of it, with every default filled in.
     Raises UserError for anything that does not fit.
     """
 
@@ -153,14 +154,19 @@ class LLM:
             check_method(speculation)
         self.target = load_target(model, DTYPES[dtype], device) if isinstance(model, str) else model
         self.tokenizer = self.target.tokenizer
-        drafter = load_drafter(speculation, self.target) if speculation else None
+        drafter = None
+        if speculation:
+            drafter = load_drafter(speculation, self.target)
+            count = speculation.num_speculative_tokens or drafter.default_tokens
+            speculation = replace(speculation, num_speculative_tokens=count)
+        self.speculation = speculation
         self.engine = Engine(
             self.target.model,
             self.config,
             eos_token_ids=self.tokenizer.eos_token_ids,
             tokenizer=self.tokenizer,
             drafter=drafter,
-            num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
+            num_speculative_tokens=count if speculation else 0,
             acceptance_rule=speculation.acceptance_rule if speculation else "exact",
         )
 

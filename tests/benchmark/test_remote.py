@@ -250,11 +250,11 @@ def test_streams_that_cannot_be_measured(fake: FakeServer, events: list[Event], 
 
 
 def test_a_silent_server_is_given_up(fake: FakeServer) -> None:
-    fake.answer = lambda _: [text("x"), 3.0]
+    fake.answer = lambda _: [text("x"), 30.0]
     begin = time.perf_counter()
     with pytest.raises(BenchmarkError, match=r"no sign of life for 0.2 s; .* --timeout"):
         measured(Server(fake.url, timeout=0.2))
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < 20
 
 
 def test_no_server_there() -> None:

@@ -252,14 +252,14 @@ def test_a_drafter_for_another_target(tmp_path: Path, other: dict[str, int], mes
 def test_more_tokens_than_the_block_has(tmp_path: Path, target: Target) -> None:
     folder = write_dflash(tmp_path, dflash_json(), dflash_tensors(dflash_json()))
     assert drafter_for(target, folder, count=5).max_tokens == 5
-    with pytest.raises(UserError, match="num_speculative_tokens is 6, but the drafter in .* proposes 1 to 5 tokens"):
+    with pytest.raises(UserError, match=r"num_speculative_tokens is 6, but the drafter in .* proposes 1 to 5 tokens"):
         drafter_for(target, folder, count=6)
 
 
 def test_no_such_method_or_drafter(tmp_path: Path, target: Target) -> None:
     with pytest.raises(UserError, match="method 'eagle9' is not known; known: none, dflash"):
         drafter_for(target, tmp_path, "eagle9")
-    with pytest.raises(UserError, match="no model './no-such-folder'"):
+    with pytest.raises(UserError, match=r"no model '\./no-such-folder'"):
         load_drafter(SpeculativeConfig("dflash", "./no-such-folder"), target)
     file = tmp_path / "drafter.gguf"
     file.write_bytes(b"")

@@ -58,9 +58,9 @@ class Plan:
 
 
 def configurations(
-    methods: Sequence[str], num_speculative_tokens: Sequence[int], drafter: str | None
+    methods: Sequence[str], num_speculative_tokens: Sequence[int | None], drafter: str | None
 ) -> tuple[Configuration, ...]:
-    """Plain decoding, always and first, then each method with each N."""
+    """Plain decoding, always and first, then each method with each N; None is the drafter's own default."""
     speculative = (
         SpeculativeConfig(method, drafter, n)
         for method in dict.fromkeys(methods)
@@ -90,8 +90,8 @@ def _measure_concurrency(
     for workload in plan.workloads:
         measured = measure_workload(engines, workload, plan, concurrency, groups, report)
         yield [
-            summarize(_condition(target, plan, each, workload, concurrency), own, measured[0])
-            for each, own in zip(plan.configurations, measured, strict=True)
+            summarize(_condition(target, plan, llm.speculation, workload, concurrency), own, measured[0])
+            for llm, own in zip(engines, measured, strict=True)
         ]
 
 
@@ -111,7 +111,7 @@ def measure_workload(
     params = plan.params(workload.name)
     for group, order in interleaved(len(workload.conversations), len(engines), concurrency, groups):
         for index in order:
-            what = f"{workload.name}, concurrency {concurrency}, {label(plan.configurations[index])}"
+            what = f"{workload.name}, concurrency {concurrency}, {label(engines[index].speculation)}"
             told = partial(report, what)
             begin = perf_counter()
             talks = converse(engines[index], workload.conversations, group, params, concurrency, told)

@@ -251,7 +251,7 @@ def _object(text: str, url: str) -> dict[str, Any]:
 def _client(server: Server, concurrency: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
-        timeout=httpx.Timeout(server.timeout, connect=min(10.0, server.timeout)),
+        timeout=httpx.Timeout(server.timeout, connect=10.0),
         limits=httpx.Limits(max_connections=concurrency),
     )
 

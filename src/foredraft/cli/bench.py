@@ -42,7 +42,9 @@ def bench(
     concurrency: Annotated[str, typer.Option(help="Requests in flight, such as 1,8,32.")] = "1",
     num_speculative_tokens: Annotated[
         str | None,
-        typer.Option("--num-speculative-tokens", "-N", help="Draft tokens a round, such as 3,5,7. \\[default: 7]"),
+        typer.Option(
+            "--num-speculative-tokens", "-N", help="Draft tokens a round, such as 3,5,7. \\[default: the drafter's]"
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 192,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -100,7 +102,9 @@ def bench(
     if drafter is not None and len(set(methods) - {"none"}) != 1:
         raise UserError("--drafter belongs to one method; name exactly one besides none")
     configurations = local.configurations(
-        methods, _integers("--num-speculative-tokens", num_speculative_tokens or "7"), drafter
+        methods,
+        _integers("--num-speculative-tokens", num_speculative_tokens) if num_speculative_tokens else [None],
+        drafter,
     )
     concurrencies = _integers("--concurrency", concurrency)
     for option, value in (("--num-prompts", num_prompts), ("--max-tokens", max_tokens)):

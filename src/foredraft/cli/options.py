@@ -20,7 +20,7 @@ Model = Annotated[
 ]
 Method = Annotated[
     str | None,
-    typer.Option("--method", help="Drafting method: none or dflash. [default: none]", show_default=False),
+    typer.Option("--method", help="Drafting method: none or dflash. \\[default: none]", show_default=False),
 ]
 Drafter = Annotated[
     str | None,
@@ -28,7 +28,9 @@ Drafter = Annotated[
 ]
 NumSpeculativeTokens = Annotated[
     int | None,
-    typer.Option("--num-speculative-tokens", "-N", help="Draft tokens a round. [default: 7]", show_default=False),
+    typer.Option(
+        "--num-speculative-tokens", "-N", help="Draft tokens a round. \\[default: the drafter's]", show_default=False
+    ),
 ]
 SpeculativeConfigOption = Annotated[
     str | None,
@@ -46,7 +48,7 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option(
         "--max-model-len",
-        help="Most tokens of prompt and answer. [default: the model's limit]",
+        help="Most tokens of prompt and answer. \\[default: the model's limit]",
         show_default=False,
     ),
 ]

@@ -37,11 +37,11 @@ def train(
     ] = "8",
     taps: Annotated[
         str | None,
-        typer.Option(help="Target layers read, such as 1,10,19,26. [default: 4 spread evenly]", show_default=False),
+        typer.Option(help="Target layers read, such as 1,10,19,26. \\[default: 4 spread evenly]", show_default=False),
     ] = None,
     draft_vocab_size: Annotated[
         int | None,
-        typer.Option(help="Most frequent answer tokens the head predicts. [default: all]", show_default=False),
+        typer.Option(help="Most frequent answer tokens the head predicts. \\[default: all]", show_default=False),
     ] = None,
     gamma: Annotated[float, typer.Option(help="Loss weight exp(-(k-1)/gamma) of block position k.")] = 4.0,
     distillation: Annotated[
@@ -154,9 +154,7 @@ class _Display:
         figures = f"loss {now.loss:.3f}  τ {now.acceptance_length:.2f}  accuracy % {accuracy}"
         self._progress.update(self._task, completed=now.step, figures=figures)
         if not self._progress.console.is_terminal:
-            self._progress.console.print(
-                f"step {now.step}  {figures}  {now.seconds_per_step:.2f} s", soft_wrap=True
-            )
+            self._progress.console.print(f"step {now.step}  {figures}  {now.seconds_per_step:.2f} s", soft_wrap=True)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self._stop = True

@@ -34,7 +34,7 @@ def load_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
             f"no drafter ships for {target.name}; name one with `model` in the speculative config (--drafter)"
         )
     drafter = METHODS[config.method](folder, target)
-    if config.num_speculative_tokens > drafter.max_tokens:
+    if config.num_speculative_tokens is not None and config.num_speculative_tokens > drafter.max_tokens:
         raise UserError(
             f"num_speculative_tokens is {config.num_speculative_tokens}, "
             f"but the drafter in {folder} proposes 1 to {drafter.max_tokens} tokens"

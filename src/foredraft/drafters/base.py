@@ -34,11 +34,13 @@ class Drafter(Protocol):
     """A drafting method, with its own state for each cache slot of the target.
 
     taps: the target layers (0-based, by their output) whose hidden states ``observe`` needs.
-    max_tokens: the largest number of tokens it can propose in a round.
+    max_tokens: the largest number of tokens it can propose in a round. default_tokens: how many it proposes when the
+    user does not say.
     """
 
     taps: tuple[int, ...]
     max_tokens: int
+    default_tokens: int
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         """Take in what a target pass committed: the first ``accepted[i]`` rows of each sequence of ``batch``."""

@@ -57,6 +57,7 @@ def load_dflash(folder: Path, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashW
         mask_token_id=int(mask),
         windows=windows,
         causal_windows=raw.get("is_causal") is not False and any(windows),
+        default_tokens=_default_tokens(raw, source),
     )
     read = folder_weights(folder, dtype)
     hidden = shape.hidden_size
@@ -91,6 +92,7 @@ def save_dflash(
             "target_layer_ids": list(config.target_layer_ids),
         },
         "num_target_layers": config.num_target_layers,
+        "num_speculative_tokens": config.default_tokens,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -121,6 +123,13 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
         return (num_target_layers // 2,)
     first, last = 1, num_target_layers - 3
     return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
+
+
+def _default_tokens(raw: Mapping[str, Any], source: str) -> int:
+    given = raw.get("num_speculative_tokens", DFlashConfig.default_tokens)
+    if not isinstance(given, int) or given < 1:
+        raise UserError(f"{source}: num_speculative_tokens is {given!r}, expected an integer of at least 1")
+    return given
 
 
 def _draft_vocab(folder: Path, raw: Mapping[str, Any], vocab_size: int) -> Tensor | None:

@@ -28,7 +28,8 @@ class DFlashConfig:
 
     block_size counts the anchor. target_layer_ids: 0-based, by the layers' output. windows: sliding window of
     each drafter layer in positions, None where it sees everything. causal_windows: whether the layers with a
-    window also see no later row of the block (z-lab's default for them).
+    window also see no later row of the block (z-lab's default for them). default_tokens: N unless the user says
+    otherwise.
     """
 
     layers: ModelConfig
@@ -38,6 +39,7 @@ class DFlashConfig:
     mask_token_id: int
     windows: tuple[int | None, ...]
     causal_windows: bool = False
+    default_tokens: int = 7
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class DFlashDrafter:
         self.config = config
         self.taps = config.target_layer_ids
         self.max_tokens = config.block_size - 1
+        self.default_tokens = min(config.default_tokens, self.max_tokens)
         self._ops = ops
         self._weights = weights.map(lambda tensor: tensor.to(device=target.device, dtype=target.dtype))
         self._embeddings = target.embeddings
