@@ -7,7 +7,7 @@ predicted at once through the target's own head.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,16 +54,11 @@ class DFlashWeights:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "DFlashWeights":
         """The same weights with ``function`` applied to every tensor that is trained."""
-
-        def mapped(layer: DecoderLayer) -> DecoderLayer:
-            tensors = {field.name: getattr(layer, field.name) for field in fields(layer)}
-            return replace(layer, **{name: function(t) for name, t in tensors.items() if t is not None})
-
         return replace(
             self,
             fc=function(self.fc),
             context_norm=function(self.context_norm),
-            layers=tuple(mapped(layer) for layer in self.layers),
+            layers=tuple(layer.map(function) for layer in self.layers),
             norm=function(self.norm),
         )
 
@@ -108,13 +103,17 @@ class DFlashDrafter:
         self.max_tokens = config.block_size - 1
         self.default_tokens = min(config.default_tokens, self.max_tokens)
         self._ops = ops
-        self._weights = weights.map(lambda tensor: tensor.to(device=target.device, dtype=target.dtype))
+        weights = weights.map(lambda tensor: tensor.to(device=target.device, dtype=target.dtype))
+        shape = config.layers
+        self._context_kv = ops.pack(torch.cat([key_value_rows(layer, shape) for layer in weights.layers]))
+        self._weights = replace(
+            weights, fc=ops.pack(weights.fc), layers=tuple(layer.packed(ops) for layer in weights.layers)
+        )
         self._embeddings = target.embeddings
         vocab = weights.draft_vocab
         self._draft_vocab = None if vocab is None else vocab.to(target.device)
-        self._head = target.head if self._draft_vocab is None else target.head[self._draft_vocab]
-        shape = config.layers
-        self._context_kv = torch.cat([key_value_rows(layer, shape) for layer in self._weights.layers])
+        reduced = self._draft_vocab is not None
+        self._head = ops.pack(target.head_rows(self._draft_vocab)) if reduced else target.head
         self._cache = KVCache(shape, target.dtype, target.device)
         frequencies, factor = inverse_frequencies(shape.rope, shape.head_dim)
         self._rotary = RotaryTable(frequencies, factor, target.dtype, target.device)

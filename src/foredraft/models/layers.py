@@ -1,7 +1,7 @@
 """The decoder that the Llama-like families share."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class DecoderLayer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "DecoderLayer":
+        """The same layer with ``function`` applied to every tensor."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: function(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+    def packed(self, ops: Operations) -> "DecoderLayer":
+        """The same layer with its matrices in the form in which ``ops.linear`` is fastest."""
+        return self.map(lambda tensor: ops.pack(tensor) if tensor.ndim == 2 else tensor)
 
 
 def load_layer(weights: Weights, prefix: str, config: ModelConfig) -> DecoderLayer:
@@ -83,10 +92,10 @@ class DecoderModel:
         self.ops = ops
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embeddings = load_tensor(weights, "model.embed_tokens.weight", vocab, hidden)
-        self.layers = [load_layer(weights, f"model.layers.{i}.", config) for i in range(config.num_layers)]
+        self.layers = [load_layer(weights, f"model.layers.{i}.", config).packed(ops) for i in range(config.num_layers)]
         self.final_norm = load_tensor(weights, "model.norm.weight", hidden)
         tied = config.tie_word_embeddings
-        self.head = self.embeddings if tied else load_tensor(weights, "lm_head.weight", vocab, hidden)
+        self.head = ops.pack(self.embeddings if tied else load_tensor(weights, "lm_head.weight", vocab, hidden))
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
         self.rotary = RotaryTable(frequencies, factor, self.dtype, self.device)
 
@@ -97,6 +106,11 @@ class DecoderModel:
     @property
     def device(self) -> torch.device:
         return self.embeddings.device
+
+    def head_rows(self, token_ids: Tensor | None) -> Tensor:
+        """The head's rows for ``token_ids``, all of them for None, as plain values [V or fewer, K]."""
+        head = self.embeddings if self.config.tie_word_embeddings else self.ops.unpack(self.head)
+        return head if token_ids is None else head[token_ids]
 
     def new_cache(self) -> KVCache:
         return KVCache(self.config, self.dtype, self.device)

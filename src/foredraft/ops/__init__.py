@@ -18,6 +18,8 @@ class Operations:
     name: str
     embedding: Callable[[Tensor, Tensor], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
@@ -28,6 +30,8 @@ REFERENCE = Operations(
     name="pytorch",
     embedding=reference.embedding,
     linear=reference.linear,
+    pack=reference.pack,
+    unpack=reference.unpack,
     rms_norm=reference.rms_norm,
     rope=reference.rope,
     silu_mul=reference.silu_mul,

@@ -4,11 +4,15 @@ T is the number of rows (tokens) of a flat batch, H attention heads, G key/value
 All functions are differentiable, so that training and inference share them.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.ops.plan import FEW_ROWS, AttentionPlan
+
+PACKED_FOR_ROWS = 8
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
@@ -17,14 +21,43 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [T, K] @ weight [N, K].T + bias [N]``.
+    """``x [T, K] @ weight [N, K].T + bias [N]``, for a weight as it is or as ``pack`` returns it.
 
     A single row is computed as two: the kernel that oneDNN takes for one row sums a long K in another order
     than the one it takes for several, and a token must not depend on how many rows are verified with it.
     """
     if len(x) == 1 and x.dtype == torch.bfloat16:
-        return F.linear(x.expand(2, -1), weight, bias)[:1]
+        return _linear(x.repeat(2, 1), weight, bias)[:1]
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.is_mkldnn:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
     return F.linear(x, weight, bias)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """``weight [N, K]`` in the order in which ``linear`` streams it fastest, for weights that stay as they are.
+
+    bfloat16 on a CPU goes into oneDNN's blocked layout: the same bits out of ``linear``, in about two thirds of the
+    time at few rows. Other weights are returned unchanged.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _blocked_layout_is_fast():
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        return packed
+    return weight
+
+
+def unpack(weight: Tensor) -> Tensor:
+    """A weight's values again, [N, K], whether it was packed or not."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+@cache
+def _blocked_layout_is_fast() -> bool:
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -166,7 +166,7 @@ class DFlashObjective:
         self._compute_dtype = target.dtype
         vocab = weights.draft_vocab
         self._embeddings = target.embeddings
-        self._head = target.head if vocab is None else target.head[vocab]
+        self._head = target.head_rows(vocab)
         self._draft_ids = torch.full((target.config.vocab_size,), OUTSIDE_VOCABULARY)
         self._draft_ids[torch.arange(target.config.vocab_size) if vocab is None else vocab] = torch.arange(
             len(self._head)
@@ -264,7 +264,7 @@ def initial_drafter(
     """
     base = target.config
     shape = replace(base, architecture="dflash", num_layers=recipe.layers, qk_norm=True, tie_word_embeddings=False)
-    sources = target.layers[-recipe.layers :]
+    sources = [layer.map(target.ops.unpack) for layer in target.layers[-recipe.layers :]]
     before = [base.num_layers - recipe.layers - 1 + index for index in range(recipe.layers)]
     with torch.inference_mode():
         taps = target.forward(flat_batch([sample], [0], [0], [1]), target.new_cache(), before).taps
