@@ -22,6 +22,7 @@ class ScriptedDrafter:
 
     taps = (1, 0)
     max_tokens = 8
+    default_tokens = 3
 
     def __init__(self, script: Script) -> None:
         self._script = script

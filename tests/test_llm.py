@@ -227,6 +227,17 @@ def test_method_none_is_plain_decoding(folder: Path, plain: LLM) -> None:
     assert completion.acceptance.proposed == [] and completion.token_ids == token_ids(plain.generate("abc", PARAMS))[0]
 
 
+def test_the_drafter_says_how_many_tokens_unless_the_user_does(folder: Path, tmp_path: Path) -> None:
+    """The tiny one's checkpoint says nothing, so it would be 7, but its block has room for 5."""
+    llm = LLM(str(folder), speculation(folder, num_speculative_tokens=None), dtype="float64")
+    assert llm.speculation is not None and llm.speculation.num_speculative_tokens == 5
+    assert len(llm.generate("abc", PARAMS)[0].outputs[0].acceptance.proposed) == 5
+    raw = dflash_json(num_speculative_tokens=2)
+    write_dflash(tmp_path, raw, dflash_tensors(raw))
+    llm = LLM(str(folder), {"method": "dflash", "model": str(tmp_path)}, dtype="float64")
+    assert len(llm.generate("abc", PARAMS)[0].outputs[0].acceptance.proposed) == 2
+
+
 @pytest.mark.parametrize("form", [dict, json.dumps, lambda fields: SpeculativeConfig(**fields)])
 def test_every_form_of_a_speculative_config(folder: Path, form: Any) -> None:
     llm = LLM(str(folder), form(speculation(folder, num_speculative_tokens=2)), dtype="float64")
@@ -275,7 +286,7 @@ def test_a_speculative_config_that_is_right() -> None:
     fields = {"method": "dflash", "model": "some/drafter", "num_speculative_tokens": 3, "acceptance_rule": "rejection"}
     assert SpeculativeConfig.parse(fields) == SpeculativeConfig.parse(json.dumps(fields)) == expected
     assert SpeculativeConfig.parse(expected) is expected
-    assert SpeculativeConfig.parse('{"method": "dflash"}') == SpeculativeConfig("dflash", None, 7, "exact")
+    assert SpeculativeConfig.parse('{"method": "dflash"}') == SpeculativeConfig("dflash", None, None, "exact")
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CONFIG, MASK, TOKENS, dflash_json, dflash_tensors, tiny_model, write_dflash
+from tiny import CONFIG, MASK, TOKENS, dflash_json, dflash_tensors, model_tensors, tiny_model, write_dflash
 from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -20,6 +20,7 @@ from foredraft.drafters.base import DraftRequest, Proposal
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashWeights
 from foredraft.models.batch import flat_batch
+from foredraft.models.layers import DecoderModel
 from foredraft.models.rope import RotaryTable, inverse_frequencies
 from foredraft.ops import REFERENCE
 from foredraft.training.dflash import training_forward
@@ -276,9 +277,30 @@ def test_later_context_matters(variants: Mapping[str, Variant]) -> None:
     assert (variant.hidden(taps, 5, 4)[:3] - base).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["plain", "draft-vocabulary"])
+def test_packed_weights_give_the_same_bits(variants: Mapping[str, Variant], name: str, tied: bool) -> None:
+    variant, found = variants[name], []
+    config = replace(TARGET.config, tie_word_embeddings=tied)
+    tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(config).items()}
+    tokens = random.Random(1).choices(range(len(TOKENS)), k=20)
+    for pack in (REFERENCE.pack, lambda weight: weight):
+        target = DecoderModel(config, tensors.__getitem__, replace(REFERENCE, pack=pack))
+        spy = Spy()
+        drafter = DFlashDrafter(variant.config, variant.weights, target, replace(spy.operations, pack=pack))
+        batch = flat_batch([tokens], [0], [0])
+        drafter.observe(batch, target.forward(batch, target.new_cache(), drafter.taps).taps, [20])
+        proposal = drafter.propose([DraftRequest(0, 5, 20)], 5)[0]
+        found.append((proposal, spy.seen))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert {*found[0][0].token_ids} <= {*variant.vocabulary.tolist()}
+
+
 def test_taps_and_limits(variants: Mapping[str, Variant]) -> None:
     drafter = DFlashDrafter(variants["plain"].config, variants["plain"].weights, TARGET)
-    assert drafter.taps == (0, 2, 3) and drafter.max_tokens == 5
+    assert drafter.taps == (0, 2, 3) and drafter.max_tokens == drafter.default_tokens == 5
+    config = replace(variants["plain"].config, default_tokens=3)
+    assert DFlashDrafter(config, variants["plain"].weights, TARGET).default_tokens == 3
 
 
 def test_a_gap_between_drafter_and_target_is_not_drafted_over(variants: Mapping[str, Variant]) -> None:

@@ -79,6 +79,7 @@ class SamplingDrafter:
 
     taps = ()
     max_tokens = 2
+    default_tokens = 2
 
     def __init__(self, greedy: bool) -> None:
         self._greedy = greedy

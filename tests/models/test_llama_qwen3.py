@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import TOKENS, save_tokenizer
+from tiny import CONFIG, TOKENS, model_tensors, save_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -17,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from foredraft.models.batch import flat_batch
 from foredraft.models.layers import DecoderModel
 from foredraft.models.loading import load_target
+from foredraft.ops import REFERENCE
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ROPES: dict[str, dict[str, Any]] = {
@@ -167,6 +169,19 @@ def test_logits_only_of_the_rows_asked_for(tmp_path: Path) -> None:
     some = model.forward(flat_batch([first, second], [0, 0], [0, 1], [2, 3]), model.new_cache()).logits
     torch.testing.assert_close(some, everything[[7, 8, 12, 13, 14]], rtol=0, atol=1e-12)
     assert model.forward(flat_batch([first], [0], [0], [0]), model.new_cache()).logits.shape == (0, len(TOKENS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_give_the_same_bits(tied: bool) -> None:
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(config).items()}
+    packed = DecoderModel(config, tensors.__getitem__)
+    plain = DecoderModel(config, tensors.__getitem__, replace(REFERENCE, pack=lambda weight: weight))
+    ids = tokens()
+    assert torch.equal(our_logits(packed, ids), our_logits(plain, ids))
+    table = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert torch.equal(packed.head_rows(None), table)
+    assert torch.equal(packed.head_rows(torch.tensor([7, 3])), table[[7, 3]])
 
 
 TEXT = (

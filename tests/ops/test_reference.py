@@ -95,6 +95,23 @@ def test_linear() -> None:
     torch.testing.assert_close(reference.linear(x, weight, bias), expected + bias, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 70])
+@pytest.mark.parametrize("shape", [(48, 64), (33, 576)])
+def test_packing_changes_no_bit(rows: int, shape: tuple[int, int]) -> None:
+    weight, bias = random(*shape, dtype=torch.bfloat16), random(shape[0], seed=3, dtype=torch.bfloat16)
+    packed = reference.pack(weight)
+    assert torch.equal(reference.unpack(packed), weight)
+    x = random(rows, shape[1], seed=1, dtype=torch.bfloat16)
+    for own in (None, bias):
+        assert torch.equal(reference.linear(x, packed, own), reference.linear(x, weight, own))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_weights_are_not_packed(dtype: torch.dtype) -> None:
+    weight = random(4, 8, dtype=dtype)
+    assert reference.pack(weight) is weight and reference.unpack(weight) is weight
+
+
 @pytest.mark.parametrize("width", [64, 576, 1536])
 def test_a_single_bfloat16_row_is_summed_like_one_of_two(width: int) -> None:
     x, weight = random(2, width, dtype=torch.bfloat16), random(48, width, seed=1, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -73,15 +74,12 @@ def _coloured(result: RequestOutput) -> Text:
 
 
 def _table(pairs: list[Pair]) -> Table:
-    table = Table(
-        "kind of prompt",
-        "plain tok/s",
-        "DFlash tok/s",
-        "speed-up",
-        "τ",
-        "accepted at position 1, 2, ... %",
-        "same tokens",
-    )
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("kind of prompt", no_wrap=True)
+    for heading in ("plain tok/s", "DFlash tok/s", "speed-up", "τ"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("kept at 1, 2, … (%)")
+    table.add_column("same tokens", no_wrap=True)
     total = Acceptance()
     for pair in pairs:
         acceptance = pair.drafted.outputs[0].acceptance

@@ -3,7 +3,6 @@
 import sys
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -57,16 +56,9 @@ for command in (demo, generate, chat, bench, train, synthesize):
 
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 the run failed, 2 the command line or an input is wrong."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        status = app(prog_name="foredraft", standalone_mode=False)
+        app(prog_name="foredraft")
     except UserError as error:
-        errors.print(f"[bold red]Error:[/] {escape(' '.join(str(error).split()))}")
-        status = 2
-    except click.ClickException as error:
-        error.show()
-        status = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        errors.print("Interrupted.")
-        status = 1
-    sys.exit(status or 0)
+        message = escape(" ".join(str(error).split()))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]Error:[/] {message}")
+        sys.exit(2)
