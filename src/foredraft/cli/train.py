@@ -1,5 +1,6 @@
 """foredraft train: a drafter for a target."""
 
+import os
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -57,11 +58,12 @@ def train(
     feature_cache_gb: Annotated[float, typer.Option(help="Memory for features of texts seen before.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of the order of texts and of the anchors.")] = 0,
     dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
 ) -> None:
     """Train a drafter on answers that the target wrote itself (see foredraft synthesize).
 
     Run again with the same options to go on from the last checkpoint; Ctrl-C writes one and stops.
-    Several processes: torchrun --nproc-per-node 4 -m foredraft train ...
+    Several processes: torchrun --standalone --nproc-per-node 4 -m foredraft train ...
 
     Example:
 
@@ -81,7 +83,9 @@ def train(
         feature_cache_bytes=int(feature_cache_gb * 2**30),
     )
     console = Console(stderr=True)
-    target = load_target(model, options.dtype(dtype))
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    target = load_target(model, options.dtype(dtype), device)
     tokenizer = target.tokenizer
     examples = load_examples(data, tokenizer, max_answer_tokens, max_prompt_tokens)
     train_set, held_out_set = split_held_out(examples, held_out)

@@ -43,10 +43,11 @@ def training_mask(context: int, anchors: Tensor, block: int, window: int | None)
 
     A row sees the context before its anchor (``anchors [A]``), and its own block in both directions.
     """
+    device = anchors.device
     first = anchors.repeat_interleave(block)
-    own = first + torch.arange(block).repeat(len(anchors))
-    owner = torch.arange(len(anchors)).repeat_interleave(block)
-    past = torch.arange(context)
+    own = first + torch.arange(block, device=device).repeat(len(anchors))
+    owner = torch.arange(len(anchors), device=device).repeat_interleave(block)
+    past = torch.arange(context, device=device)
     sees_context = past < first.unsqueeze(1)
     sees_block = owner == owner.unsqueeze(1)
     if window is not None:
@@ -105,10 +106,11 @@ def training_forward(
     lengths = [len(part) for part in taps]
     context = context_features(weights, torch.cat(list(taps)), shape.rms_norm_eps, ops)
     end = max(lengths) + block
-    context_angles = rotary(torch.cat([torch.arange(length) for length in lengths]), end)
-    steps = torch.arange(block)
+    device = embeddings.device
+    context_angles = rotary(torch.cat([torch.arange(length, device=device) for length in lengths]), end)
+    steps = torch.arange(block, device=device)
     block_angles = rotary(torch.cat([(part.unsqueeze(1) + steps).flatten() for part in anchors]), end)
-    tokens = torch.full((sum(map(len, anchors)), block), config.mask_token_id)
+    tokens = torch.full((sum(map(len, anchors)), block), config.mask_token_id, device=device)
     tokens[:, 0] = torch.cat(list(anchor_tokens))
     hidden = ops.embedding(tokens.flatten(), embeddings)
     counts = [len(part) * block for part in anchors]
@@ -162,7 +164,9 @@ class DFlashObjective:
         self._final_norm = target.final_norm
         self._config = config
         self._recipe = recipe
-        self._weights = weights.map(lambda tensor: tensor.detach().float().clone().requires_grad_())
+        self._weights = weights.map(
+            lambda tensor: tensor.detach().to(target.device, torch.float32, copy=True).requires_grad_()
+        )
         self._compute_dtype = target.dtype
         vocab = weights.draft_vocab
         self._embeddings = target.embeddings
@@ -172,7 +176,7 @@ class DFlashObjective:
             len(self._head)
         )
         frequencies, factor = inverse_frequencies(config.layers.rope, config.layers.head_dim)
-        self._rotary = RotaryTable(frequencies, factor, target.dtype)
+        self._rotary = RotaryTable(frequencies, factor, target.dtype, target.device)
 
     def parameters(self) -> dict[str, Tensor]:
         """Everything trained, float32, by name."""
@@ -202,6 +206,7 @@ class DFlashObjective:
         sizes = self._recipe.block_sizes
         if block is None:
             block = sizes[int(torch.randint(len(sizes), (), generator=generator))]
+        device = self._embeddings.device
         width = len(self._config.target_layer_ids) * self._config.layers.hidden_size
         anchors, anchor_tokens, labels, soft_rows = [], [], [], []
         offset = 0
@@ -213,8 +218,8 @@ class DFlashObjective:
             chosen, _ = chosen.sort()
             padded = torch.cat((self._draft_ids[tokens], torch.full((block,), BEYOND_TEXT)))
             ahead = chosen.unsqueeze(1) + torch.arange(1, block)
-            anchors.append(chosen)
-            anchor_tokens.append(tokens[chosen])
+            anchors.append(chosen.to(device))
+            anchor_tokens.append(tokens[chosen].to(device))
             labels.append(padded[ahead])
             soft_rows.append(offset + (ahead - 1).clamp(max=len(tokens) - 1))
             offset += len(tokens)
@@ -231,10 +236,10 @@ class DFlashObjective:
         return score_blocks(
             hidden,
             self._head,
-            torch.cat(labels),
-            position_weights(block - 1, self._recipe.gamma),
+            torch.cat(labels).to(device),
+            position_weights(block - 1, self._recipe.gamma).to(device),
             self._soft_labels([part[:, width:] for part in features]) if self._recipe.distillation else None,
-            torch.cat(soft_rows),
+            torch.cat(soft_rows).to(device),
             self._recipe.distillation,
         )
 
@@ -267,7 +272,8 @@ def initial_drafter(
     sources = [layer.map(target.ops.unpack) for layer in target.layers[-recipe.layers :]]
     before = [base.num_layers - recipe.layers - 1 + index for index in range(recipe.layers)]
     with torch.inference_mode():
-        taps = target.forward(flat_batch([sample], [0], [0], [1]), target.new_cache(), before).taps
+        batch = flat_batch([sample], [0], [0], [1], target.device)
+        taps = target.forward(batch, target.new_cache(), before).taps
     assert taps is not None
     layers = tuple(
         _adapted(layer, inputs, shape, base.qk_norm)

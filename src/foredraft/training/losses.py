@@ -78,8 +78,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
-        matches = torch.empty(len(hidden), dtype=torch.bool)
-        loss = torch.zeros(())
+        matches = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        loss = torch.zeros((), device=hidden.device)
         for begin in range(0, len(hidden), CHUNK):
             part = slice(begin, begin + CHUNK)
             logits = (hidden[part] @ head.T).float()

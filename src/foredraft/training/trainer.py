@@ -97,14 +97,14 @@ class FeatureSource:
         """[T, m * K]. A text always runs alone, so that its features do not depend on what ran before."""
         known = self._known.get(example.tokens)
         if known is not None:
-            return known
-        batch = flat_batch([example.tokens], [0], [0], [1])
+            return known.to(self._target.device)
+        batch = flat_batch([example.tokens], [0], [0], [1], self._target.device)
         with torch.no_grad():
             taps = self._target.forward(batch, self._target.new_cache(), self._taps).taps
         assert taps is not None
         if taps.nbytes <= self._left:
             self._left -= taps.nbytes
-            self._known[example.tokens] = taps
+            self._known[example.tokens] = taps.cpu()
         return taps
 
 
@@ -282,7 +282,11 @@ class Trainer:
             with torch.no_grad():
                 tensor.copy_(state[f"parameter.{name}"])
             prefix = f"optimizer.{name}."
-            kept = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            kept = {
+                key.removeprefix(prefix): value.to(tensor.device)
+                for key, value in state.items()
+                if key.startswith(prefix)
+            }
             if kept:
                 self._optimizer.state[tensor] = kept
         self.step, self.seconds, self.log = header["step"], header["seconds"], header["log"]
