@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import CONFIG, model_tensors
 
+from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashDrafter, context_features, context_keys_values, key_value_rows
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
-from foredraft.models.config import ModelConfig, RopeConfig
 from foredraft.models.layers import DecoderModel, project
 from foredraft.ops import REFERENCE
 from foredraft.training.data import Example
@@ -24,18 +25,15 @@ from foredraft.training.dflash import (
 )
 from foredraft.training.trainer import CHECKPOINT, TrainConfig, Trainer, learning_rate_factor
 
-SHAPE = ModelConfig(
+SHAPE = replace(
+    CONFIG,
     architecture="qwen3",
     vocab_size=48,
     hidden_size=32,
     intermediate_size=48,
     num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
-    rms_norm_eps=1e-6,
     max_position_embeddings=256,
-    rope=RopeConfig(theta=10000.0),
     tie_word_embeddings=True,
     qk_norm=True,
 )
@@ -45,27 +43,8 @@ RECIPE = DFlashRecipe(
 
 
 def tiny_target(shape=SHAPE, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-
-    def weights(name):
-        kv, q = shape.num_kv_heads * shape.head_dim, shape.num_heads * shape.head_dim
-        sizes = {
-            "embed_tokens": (shape.vocab_size, shape.hidden_size),
-            "q_proj": (q, shape.hidden_size),
-            "k_proj": (kv, shape.hidden_size),
-            "v_proj": (kv, shape.hidden_size),
-            "o_proj": (shape.hidden_size, q),
-            "gate_proj": (shape.intermediate_size, shape.hidden_size),
-            "up_proj": (shape.intermediate_size, shape.hidden_size),
-            "down_proj": (shape.hidden_size, shape.intermediate_size),
-            "q_norm": (shape.head_dim,),
-            "k_norm": (shape.head_dim,),
-        }
-        size = sizes.get(name.split(".")[-2], (shape.hidden_size,))
-        values = torch.randn(size, generator=generator)
-        return (values / size[-1] ** 0.5 if len(size) > 1 else 1 + 0.2 * values).to(dtype)
-
-    return DecoderModel(shape, weights)
+    tensors = model_tensors(shape)
+    return DecoderModel(shape, lambda name: tensors[name].to(dtype))
 
 
 def texts(count, seed=1):
@@ -147,8 +126,6 @@ def test_scores_are_what_the_drafter_would_propose():
     for row, anchor in enumerate(range(first, len(example.tokens) - 1)):
         drafter = DFlashDrafter(config, weights, target)
         drafter.observe(flat_batch([example.tokens[:anchor]], [0], [0]), taps[:anchor], [anchor])
-        from foredraft.drafters.base import DraftRequest
-
         proposal = drafter.propose([DraftRequest(0, example.tokens[anchor], anchor)], 3)[0]
         following = example.tokens[anchor + 1 : anchor + 4]
         expected = [a == b for a, b in zip(proposal.token_ids, following, strict=False)]

@@ -21,7 +21,9 @@ Path(sys.argv[1], f"rank{trainer.rank}.json").write_text(json.dumps([trainer.wor
 def test_processes_stay_in_step(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    )
     for folder, launcher in (
         ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
         ("one", []),
