@@ -20,4 +20,4 @@ foredraft synthesize smollm2-135m --prompts "$out/prompts.jsonl" --output "$out/
 foredraft train smollm2-135m --method dflash --data "$answers" --data "$out/answers.jsonl" --output "$out/drafter" \
     --layers 3 --taps 1,10,19,26 --draft-vocab-size 12288 --block-sizes 6,6,6,8,8,8,8,16 --anchors 96 \
     --gamma 2.5 --distillation 0.5 --learning-rate 1e-3 --warmup 100 --decay 0.6 \
-    --answers-per-step 2 --steps 5600 --max-answer-tokens 224 --held-out 64 --evaluate-every 300
+    --answers-per-step 2 --steps 5000 --max-answer-tokens 224 --held-out 64 --evaluate-every 300

@@ -20,6 +20,7 @@ from foredraft.drafters.dflash import (
     context_keys_values,
     key_value_rows,
 )
+from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
 from foredraft.models.config import ModelConfig
 from foredraft.models.layers import DecoderLayer, DecoderModel, finish_layer, project
@@ -158,6 +159,8 @@ class DFlashObjective:
     def __init__(
         self, target: DecoderModel, config: DFlashConfig, weights: DFlashWeights, recipe: DFlashRecipe
     ) -> None:
+        if config.causal_windows:
+            raise UserError("a drafter whose sliding-window layers are causal cannot be trained further here")
         self._last = target.config.num_layers - 1
         self.taps = (*config.target_layer_ids, self._last) if recipe.distillation else config.target_layer_ids
         self.evaluation_block = min(EVALUATION_BLOCK, config.block_size)
