@@ -1,6 +1,6 @@
 """Draws the picture of the README from a results file of ``foredraft bench``.
 
-    python benchmarks/figure.py benchmarks/results/smollm2-135m.json docs/speedup.png
+python benchmarks/figure.py benchmarks/results/smollm2-135m.json docs/speedup.png
 """
 
 import json
@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 
 def draw(results: dict, output: Path) -> None:
@@ -20,21 +21,32 @@ def draw(results: dict, output: Path) -> None:
     drafted = {run["dataset"]: run for run in runs if run["method"] == "dflash"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     places = range(len(drafted))
-    left.bar([p - 0.2 for p in places], [plain[d]["output_tokens_per_second"] for d in drafted], 0.4, label="plain",
-             color="#9aa5b1")
-    bars = left.bar([p + 0.2 for p in places], [run["output_tokens_per_second"] for run in drafted.values()], 0.4,
-                    label="DFlash, same tokens", color="#2a7f62")
+    left.bar(
+        [p - 0.2 for p in places],
+        [plain[d]["output_tokens_per_second"] for d in drafted],
+        0.4,
+        label="plain",
+        color="#9aa5b1",
+    )
+    bars = left.bar(
+        [p + 0.2 for p in places],
+        [run["output_tokens_per_second"] for run in drafted.values()],
+        0.4,
+        label="DFlash, same tokens",
+        color="#2a7f62",
+    )
     left.bar_label(bars, [f"{run['speedup']:.2f}×" for run in drafted.values()])
     left.set_xticks(places, drafted)
     left.set_ylabel("output tokens per second")
     left.set_title("SmolLM2-135M, one request")
-    left.legend(loc="lower right")
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
     for name, run in drafted.items():
         rates = run["acceptance_rate_per_position"]
         right.plot(range(1, len(rates) + 1), rates, marker="o", label=f"{name}  τ = {run['acceptance_length']:.2f}")
     right.set_xlabel("position in the proposal")
     right.set_ylabel("acceptance rate")
     right.set_ylim(0, 1)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_title("Draft tokens kept")
     right.legend()
     for axis in (left, right):

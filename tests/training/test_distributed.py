@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from test_dflash import silent, texts, tiny_target, trainer_in
+from test_trainer import silent, texts, tiny_target, trainer_in
 
 trainer = trainer_in(Path(sys.argv[1]), tiny_target(), texts(8), answers_per_step=1)
 trainer.run(silent)
