@@ -13,7 +13,7 @@ from test_trainer import silent, texts, tiny_target, trainer_in
 
 trainer = trainer_in(Path(sys.argv[1]), tiny_target(), texts(8), answers_per_step=1)
 trainer.run(silent)
-sums = {name: float(tensor.double().abs().sum()) for name, tensor in trainer._parameters.items()}
+sums = {name: float(tensor.detach().double().abs().sum()) for name, tensor in trainer._parameters.items()}
 Path(sys.argv[1], f"rank{trainer.rank}.json").write_text(json.dumps([trainer.world, sums]))
 """
 

@@ -175,6 +175,10 @@ class Trainer:
         finally:
             self.seconds += time.monotonic() - began
             self._checkpoint(self.seconds)
+        if self.world > 1:
+            # A process that exits while another still talks to it takes that one down.
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
         return self.step >= config.steps
 
     def _one_step(self) -> BlockScores:
