@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tiny import CONFIG, EOS, TOKENS, dflash_json, dflash_tensors, model_tensors
 from foredraft import LLM, SamplingParams, SpeculativeConfig, UserError
 from foredraft.config import EngineConfig
 from foredraft.llm import RequestOutput, StreamUpdate
-from foredraft.models.loading import load_target
+from foredraft.models.loading import Target, load_target
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=14, ignore_eos=True, logprobs=2)
 PROMPTS = ["abc", "dd a", "no", "a"]
@@ -303,3 +304,14 @@ def test_an_llm_that_cannot_be(folder: Path) -> None:
         LLM(str(folder), max_model_len=99)
     with pytest.raises(UserError, match=r"no model '\./nowhere'"):
         LLM("./nowhere")
+
+
+def test_threads_share_an_engine(target: Target) -> None:
+    prompts = ["abc", "dd ab", "cab.", "op"]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [LLM(target).generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    llm = LLM(target)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            found = pool.map(lambda prompt: llm.generate(prompt, params)[0].outputs[0].token_ids, prompts)
+            assert list(found) == expected

@@ -1,5 +1,6 @@
 """The offline API, with vLLM's names."""
 
+import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -160,6 +161,7 @@ class LLM:
             count = speculation.num_speculative_tokens or drafter.default_tokens
             speculation = replace(speculation, num_speculative_tokens=count)
         self.speculation = speculation
+        self.lock = threading.Lock()
         self.engine = Engine(
             self.target.model,
             self.config,
@@ -199,6 +201,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[StreamUpdate]:
         """Complete prompts together and yield what each round brings. Closing the iterator cancels the rest."""
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise UserError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
         single = isinstance(prompts, str | Mapping)
         listed: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         params = _each(sampling_params, len(listed))
@@ -207,12 +211,14 @@ class LLM:
         try:
             for prompt, tokens, own in zip(listed, encoded, params, strict=True):
                 text = prompt if isinstance(prompt, str) else None
-                requests.append(_Request(text, self.engine.add(tokens, own)))
+                with self.lock:
+                    requests.append(_Request(text, self.engine.add(tokens, own)))
             yield from self._updates(requests)
         finally:
-            for request in requests:
-                for sequence in request.sequences:
-                    self.engine.abort(sequence)
+            with self.lock:
+                for request in requests:
+                    for sequence in request.sequences:
+                        self.engine.abort(sequence)
 
     def _updates(self, requests: list[_Request]) -> Iterator[StreamUpdate]:
         pending = [
@@ -222,9 +228,11 @@ class LLM:
         ]
         unfinished = [len(request.sequences) for request in requests]
         while pending:
-            # Another stream of this engine may have moved these sequences on: look before stepping.
-            for each in pending:
-                update = each.update()
+            # Another stream of this engine, of another thread even, may have moved these sequences on: look before
+            # stepping, and hold the engine still meanwhile.
+            with self.lock:
+                ready = [(each, each.update()) for each in pending]
+            for each, update in ready:
                 if update is None:
                     continue
                 unfinished[each.number] -= each.done
@@ -232,8 +240,9 @@ class LLM:
                     update = replace(update, output=_output(each.number, requests[each.number]))
                 yield update
             pending = [each for each in pending if not each.done]
-            if any(not each.sequence.finished for each in pending):
-                self.engine.step()
+            with self.lock:
+                if any(not each.sequence.finished for each in pending):
+                    self.engine.step()
 
     def _finished(self, updates: Iterator[StreamUpdate]) -> list[RequestOutput]:
         outputs = [update.output for update in updates if update.output]

@@ -18,7 +18,10 @@ DRAFTED = "green"
 
 def chat(
     model: options.Model,
-    method: options.Method = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Drafting method: none or dflash. \\[default: dflash for the embedded model, else none]"),
+    ] = None,
     drafter: options.Drafter = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     speculative_config: options.SpeculativeConfigOption = None,

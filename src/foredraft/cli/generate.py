@@ -56,7 +56,7 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if not text:
         raise UserError("the prompt is empty")
     llm = LLM(model, config, dtype=dtype, device=device, max_model_len=max_model_len)
@@ -72,6 +72,13 @@ def generate(
         return
     print(result.outputs[0].text)
     Console(stderr=True).print(f"[dim]{summary(result)}[/]")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 text: {error}") from error
 
 
 def _record(result: RequestOutput) -> dict[str, object]:

@@ -54,6 +54,10 @@ for command in (demo, generate, chat, bench, train, synthesize):
     app.command()(command)
 
 
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C."""
+
+
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 the run failed, 2 the command line or an input is wrong."""
     try:
@@ -62,3 +66,8 @@ def main() -> None:
         message = escape(" ".join(str(error).split()))
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]Error:[/] {message}")
         sys.exit(2)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            Console(stderr=True).print("Interrupted.")
+            sys.exit(1)
+        raise

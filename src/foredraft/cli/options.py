@@ -53,6 +53,8 @@ MaxModelLen = Annotated[
     ),
 ]
 
+FLAGS = {"model": "--drafter", "num_speculative_tokens": "--num-speculative-tokens"}
+
 
 def speculation(
     method: str | None,
@@ -69,7 +71,8 @@ def speculation(
     if given.get("method", "none") == "none":
         extra = sorted(set(given) - {"method"})
         if extra:
-            raise UserError(f"{', '.join(extra)} is given, but the method is none; add --method dflash")
+            flags = ", ".join(FLAGS.get(name, name) for name in extra)
+            raise UserError(f"{flags} is given, but the method is none; add --method dflash")
         return None
     return SpeculativeConfig.parse(given)
 

@@ -14,7 +14,7 @@ ASSETS = Path(__file__).parent.parent / "assets"
 
 
 def _dflash(folder: Path, target: Target) -> Drafter:
-    return DFlashDrafter(*load_dflash(folder, target.model.dtype), target.model)
+    return DFlashDrafter(*load_dflash(folder, target.model.dtype, target.model.config), target.model)
 
 
 METHODS: dict[str, Callable[[Path, Target], Drafter]] = {"dflash": _dflash}

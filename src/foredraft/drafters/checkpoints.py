@@ -9,18 +9,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.drafters.dflash import DFlashConfig, DFlashWeights
+from foredraft.drafters.dflash import DFlashConfig, DFlashWeights, check_target
 from foredraft.errors import UserError
-from foredraft.models.config import RopeConfig, decoder_config, required
+from foredraft.models.config import ModelConfig, RopeConfig, decoder_config, required
 from foredraft.models.layers import DecoderLayer, load_layer, load_tensor
 from foredraft.models.loading import folder_weights, read_json
 
 
-def load_dflash(folder: Path, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashWeights]:
+def load_dflash(
+    folder: Path, dtype: torch.dtype, target: ModelConfig | None = None
+) -> tuple[DFlashConfig, DFlashWeights]:
     """Read a DFlash drafter in the z-lab layout (``DFlashDraftModel``).
 
     Tensors: ``fc``, ``hidden_norm``, ``layers.i.*`` (Qwen3 names), ``norm``. Where the head predicts only a part
     of the vocabulary, ``d2t [Vd]`` holds target id minus draft id of each entry, as in EAGLE-3 checkpoints.
+    target: checked against before any weight is read, so that a drafter of another model is named as such.
     """
     source = str(folder / "config.json")
     raw = read_json(folder / "config.json")
@@ -59,6 +62,8 @@ def load_dflash(folder: Path, dtype: torch.dtype) -> tuple[DFlashConfig, DFlashW
         causal_windows=raw.get("is_causal") is not False and any(windows),
         default_tokens=_default_tokens(raw, source),
     )
+    if target is not None:
+        check_target(config, target)
     read = folder_weights(folder, dtype)
     hidden = shape.hidden_size
     weights = DFlashWeights(
