@@ -87,7 +87,8 @@ def bench(
 
       foredraft bench auto --base-url http://localhost:8000/v1 --dataset gsm8k --concurrency 32
     """
-    _check_quantization(quantization)
+    for each in _listed("--quantization", quantization):
+        options.check_quantization(each)
     if base_url is not None and (method, num_speculative_tokens, drafter) != (None, None, None):
         raise UserError(
             "--method, --num-speculative-tokens and --drafter are the server's own settings; leave them out "
@@ -193,14 +194,6 @@ def _idle_places(workloads: list[Workload], concurrency: int) -> Iterator[str]:
             f"{', '.join(short)}: fewer prompts than concurrency {concurrency}, so that some places stay empty; "
             "raise --num-prompts"
         )
-
-
-def _check_quantization(quantization: str) -> None:
-    for each in _listed("--quantization", quantization):
-        if each == "mxfp4":
-            raise UserError("--quantization mxfp4 is not available yet in this version; use none")
-        if each != "none":
-            raise UserError(f"--quantization is {each!r}, expected none")
 
 
 def _listed(option: str, text: str) -> tuple[str, ...]:

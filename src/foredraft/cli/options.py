@@ -88,8 +88,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def check_quantization(quantization: str) -> None:
+    if quantization == "mxfp4":
+        raise UserError("--quantization mxfp4 is not available yet in this version; use none")
     if quantization != "none":
-        raise UserError(f"--quantization {quantization!r} is not available in this version; use none")
+        raise UserError(f"--quantization is {quantization!r}, expected none")
 
 
 def dtype(name: str) -> torch.dtype:
