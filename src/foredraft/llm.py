@@ -14,7 +14,8 @@ from foredraft.engine.sampler import TokenLogprobs
 from foredraft.engine.sequence import Acceptance, FinishReason
 from foredraft.engine.sequence import Sequence as RunningSequence
 from foredraft.errors import UserError
-from foredraft.models.loading import Target, load_target
+from foredraft.models.loading import Quantization, Target, load_target
+from foredraft.ops import Kernels
 from foredraft.sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any]
@@ -129,7 +130,8 @@ class LLM:
 
     model: alias, folder, GGUF file or Hub id (see ``load_target``). speculative_config: a mapping with vLLM's
     keys (``method``, ``model``, ``num_speculative_tokens``), JSON text, or None for plain decoding; ``speculation`` is
-    what came of it, with every default filled in.
+    what came of it, with every default filled in. quantization: of the target's weights, see ``Quantization``.
+    kernels: auto, native or pytorch (see ``operations``). Both belong to loading: a loaded Target has its own.
     Raises UserError for anything that does not fit.
     """
 
@@ -140,6 +142,8 @@ class LLM:
         *,
         dtype: str = "bfloat16",
         device: str = "cpu",
+        quantization: Quantization = "none",
+        kernels: Kernels = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -153,7 +157,11 @@ class LLM:
             speculation = None
         if speculation:
             check_method(speculation)
-        self.target = load_target(model, DTYPES[dtype], device) if isinstance(model, str) else model
+        self.target = (
+            load_target(model, DTYPES[dtype], device, quantization=quantization, kernels=kernels)
+            if isinstance(model, str)
+            else model
+        )
         self.tokenizer = self.target.tokenizer
         drafter = None
         if speculation:

@@ -115,7 +115,7 @@ class Tokenizer:
         config_file = path / "tokenizer_config.json"
         config = _read_json(config_file)
         special_tokens: dict[str, int] = {}
-        for role in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for role in _FOLDER_ROLES:
             token = config.get(role)
             text = token.get("content") if isinstance(token, dict) else token
             if text is None:
@@ -161,6 +161,25 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not valid UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def to_folder_files(self) -> dict[str, Any]:
+        """JSON contents of the files that describe this tokenizer in the Hugging Face layout, by file name.
+
+        `from_folder` and transformers' AutoTokenizer read the same tokenizer from them.
+        """
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{role: token for role, token in self._special_tokens.items() if role in _FOLDER_ROLES},
+        }
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        ends = {"bos_token_id": self.bos_token_id, "eos_token_id": list(self.eos_token_ids)}
+        return {
+            "tokenizer.json": json.loads(self._backend.to_str()),
+            "tokenizer_config.json": settings,
+            "generation_config.json": {name: value for name, value in ends.items() if value not in (None, [])},
+        }
 
     def token_text(self, token_id: int) -> str:
         """Text of one token in the middle of a text, special tokens included, for display and logprobs."""
@@ -416,6 +435,9 @@ def _gguf_special_tokens(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 
 # Hugging Face folder
+
+
+_FOLDER_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ runner = CliRunner()
 def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     """The command in a folder with data and a drafter, and with the tiny target as its model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "load_target", lambda *_: tiny_target(max_position_embeddings=ROOM))
+    monkeypatch.setattr(command, "load_target", lambda *_, **__: tiny_target(max_position_embeddings=ROOM))
     monkeypatch.setattr(command, "environment", lambda: {"processor": "abacus"})
     for name in ("gsm8k", "mbpp"):
         lines = [json.dumps({"turns": [turn]}) for turn in ("ab", "cab", f"{name[0]}.", "dd a")]
@@ -88,7 +88,7 @@ def refuse(*_: Any) -> Target:
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--max-tokens", "0"], "--max-tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--quantization", "mxfp4"], "mxfp4 is not available yet in this version"),
+        (["--quantization", "int3"], "expected one of none, mxfp4, mxfp4-a16"),
         (["--quantization", "int3"], "--quantization is 'int3'"),
         (["--dtype", "int8"], "dtype is 'int8'"),
         (["--output", "nowhere/f.json"], "does not exist"),

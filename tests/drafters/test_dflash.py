@@ -20,7 +20,7 @@ from foredraft.drafters.base import DraftRequest, Proposal
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashWeights
 from foredraft.models.batch import flat_batch
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.rope import RotaryTable, inverse_frequencies
 from foredraft.ops import REFERENCE
 from foredraft.training.dflash import training_forward
@@ -284,7 +284,7 @@ def test_packed_weights_give_the_same_bits(variants: Mapping[str, Variant], name
     config = replace(TARGET.config, tie_word_embeddings=tied)
     tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(config).items()}
     tokens = random.Random(1).choices(range(len(TOKENS)), k=20)
-    for pack in (REFERENCE.pack, lambda weight: weight):
+    for pack in (REFERENCE.pack, lambda weight, form: weight):
         target = DecoderModel(config, tensors.__getitem__, replace(REFERENCE, pack=pack))
         spy = Spy()
         drafter = DFlashDrafter(variant.config, variant.weights, target, replace(spy.operations, pack=pack))

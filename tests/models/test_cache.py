@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foredraft.models.batch import flat_batch
 from foredraft.models.cache import KVCache
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 
 LENGTH = 40
 

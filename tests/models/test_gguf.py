@@ -14,8 +14,8 @@ from tiny import CONFIG, TOKENS, model_tensors
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
 from foredraft.models.config import ModelConfig, RopeConfig
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.gguf import GGUFFile
-from foredraft.models.layers import DecoderModel
 from foredraft.models.loading import load_target
 
 LAYER = {

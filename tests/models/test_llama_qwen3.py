@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from foredraft.models.batch import flat_batch
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.loading import load_target
 from foredraft.ops import REFERENCE
 
@@ -176,7 +176,7 @@ def test_packed_weights_give_the_same_bits(tied: bool) -> None:
     config = replace(CONFIG, tie_word_embeddings=tied)
     tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(config).items()}
     packed = DecoderModel(config, tensors.__getitem__)
-    plain = DecoderModel(config, tensors.__getitem__, replace(REFERENCE, pack=lambda weight: weight))
+    plain = DecoderModel(config, tensors.__getitem__, replace(REFERENCE, pack=lambda weight, form: weight))
     ids = tokens()
     assert torch.equal(our_logits(packed, ids), our_logits(plain, ids))
     table = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]

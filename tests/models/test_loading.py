@@ -15,7 +15,7 @@ from tiny import CONFIG, model_tensors, save_tokenizer
 
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.loading import load_target, read_json, resolve
 
 RAW: dict[str, Any] = {

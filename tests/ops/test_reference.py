@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.ops import REFERENCE, reference
-from foredraft.ops.plan import plan_attention
+from foredraft.ops.plan import Visibility, plan_attention
 
 HEADS, GROUPS, SIZE, CAPACITY = 6, 2, 4, 90
 
@@ -49,7 +49,7 @@ def test_attention_is_the_textbooks(
     slots = slots[: len(sequences)]
     keys, values = random(6, CAPACITY, GROUPS, SIZE, seed=1), random(6, CAPACITY, GROUPS, SIZE, seed=2)
     queries = random(sum(counts), HEADS, SIZE, seed=3)
-    plan = plan_attention(starts, counts, slots, share=HEADS // GROUPS, causal=causal, window=window)
+    plan = plan_attention(starts, counts, slots, share=HEADS // GROUPS, visibility=Visibility(causal, window))
     found = reference.attention(queries, keys, values, plan)
     row = 0
     for start, count, slot in zip(starts, counts, slots, strict=True):
@@ -73,9 +73,9 @@ def test_attention_in_bfloat16_is_close_to_float64(count: int) -> None:
 
 def test_attention_needs_no_mask_where_everything_is_visible() -> None:
     assert plan_attention([4], [1], [0]).groups[0].mask is None
-    assert plan_attention([4, 4], [3, 3], [0, 1], causal=False).groups[0].mask is None
-    assert plan_attention([4], [1], [0], window=5).groups[0].mask is None
-    assert plan_attention([4], [1], [0], window=4).groups[0].mask is not None
+    assert plan_attention([4, 4], [3, 3], [0, 1], visibility=Visibility(causal=False)).groups[0].mask is None
+    assert plan_attention([4], [1], [0], visibility=Visibility(window=5)).groups[0].mask is None
+    assert plan_attention([4], [1], [0], visibility=Visibility(window=4)).groups[0].mask is not None
     assert plan_attention([4, 5], [1, 1], [0, 1]).groups[0].mask is not None
     assert plan_attention([4], [2], [0]).groups[0].mask is not None
 

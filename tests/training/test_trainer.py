@@ -11,10 +11,11 @@ from tiny import CONFIG, model_tensors
 
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.checkpoints import load_dflash
-from foredraft.drafters.dflash import DFlashDrafter, context_features, context_keys_values, key_value_rows
+from foredraft.drafters.dflash import DFlashDrafter, context_features
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
-from foredraft.models.layers import DecoderModel, project
+from foredraft.models.decoder import DecoderModel
+from foredraft.models.layers import context_keys_values, key_value_rows, project
 from foredraft.ops import REFERENCE
 from foredraft.training.data import Example
 from foredraft.training.dflash import (
@@ -91,11 +92,11 @@ def test_first_keys_and_values_are_those_of_the_targets_last_layer():
     config, weights = initial_drafter(target, recipe, None, tokens)
     batch = flat_batch([tokens], [0], [0])
     taps = target.forward(batch, target.new_cache(), recipe.taps).taps
-    angles = target.rotary(batch.positions, len(tokens))
-    context = context_features(weights, taps, SHAPE.rms_norm_eps, REFERENCE)
+    angles = target.decoder.rotary(batch.positions, len(tokens))
+    context = context_features(weights.fc, weights.context_norm, taps, SHAPE.rms_norm_eps, REFERENCE)
     projected = REFERENCE.linear(context, key_value_rows(weights.layers[0], config.layers), None)
     keys, values = context_keys_values(weights.layers[0], projected, angles, config.layers, REFERENCE)
-    _, own_keys, own_values = project(target.layers[-1], taps[:, 32:], angles, SHAPE, REFERENCE)
+    _, own_keys, own_values = project(target.decoder.layers[-1], taps[:, 32:], angles, SHAPE, REFERENCE)
     torch.testing.assert_close(keys, own_keys, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(values, own_values, rtol=1e-4, atol=1e-5)
 
@@ -106,7 +107,9 @@ def test_a_norm_free_target_starts_with_queries_and_keys_of_its_own_size():
     _, weights = initial_drafter(target, replace(RECIPE, layers=1), None, list(range(20)))
     batch = flat_batch([list(range(20))], [0], [0])
     hidden = target.forward(batch, target.new_cache(), (4,)).taps
-    queries, keys, _ = project(target.layers[-1], hidden, target.rotary(batch.positions, 20), shape, REFERENCE)
+    queries, keys, _ = project(
+        target.decoder.layers[-1], hidden, target.decoder.rotary(batch.positions, 20), shape, REFERENCE
+    )
     layer = weights.layers[0]
     # rotation keeps lengths, so the sizes can be read off the rotated heads
     assert float(layer.q_norm[0]) == pytest.approx(float(queries.square().mean(-1).sqrt().mean()), rel=1e-4)

@@ -240,7 +240,7 @@ def _condition(
     return Condition(
         model=target.name,
         dtype=str(target.model.dtype).removeprefix("torch."),
-        quantization="none",
+        quantization=target.quantization,
         method=configuration.method if configuration else "none",
         drafter=configuration.model if configuration else None,
         num_speculative_tokens=configuration.num_speculative_tokens if configuration else 0,

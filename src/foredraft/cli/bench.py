@@ -49,7 +49,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 192,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="From which each prompt gets its own.")] = 0,
-    quantization: options.Quantization = "none",
+    quantization: options.QuantizationOption = "none",
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     data_dir: Annotated[
         Path | None,
@@ -61,6 +61,7 @@ def bench(
     drafter: options.Drafter = None,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
+    kernels: options.KernelsOption = "auto",
     quick: Annotated[
         bool,
         typer.Option("--quick", help=f"At most {QUICK_PROMPTS} prompts and {QUICK_TOKENS} tokens: does it run at all?"),
@@ -87,8 +88,8 @@ def bench(
 
       foredraft bench auto --base-url http://localhost:8000/v1 --dataset gsm8k --concurrency 32
     """
-    for each in _listed("--quantization", quantization):
-        options.check_quantization(each)
+    quantizations = [options.quantization(each) for each in _listed("--quantization", quantization)]
+    chosen_kernels = options.kernels(kernels)
     if base_url is not None and (method, num_speculative_tokens, drafter) != (None, None, None):
         raise UserError(
             "--method, --num-speculative-tokens and --drafter are the server's own settings; leave them out "
@@ -136,13 +137,16 @@ def bench(
         if server is not None:
             yield from remote.measure(server, remote.find_model(server, model), plan, report)
         else:
-            yield from local.measure(load_target(model, torch_dtype, device), plan, report)
+            for each in quantizations:
+                target = load_target(model, torch_dtype, device, quantization=each, kernels=chosen_kernels)
+                yield from local.measure(target, plan, report)
 
     machine = environment()
     runs: list[Run] = []
     failure = None
+    total = plan.num_conversations * (1 if server else len(quantizations))
     try:
-        for complete in _with_progress(results, plan.num_conversations, messages):
+        for complete in _with_progress(results, total, messages):
             runs += complete
             if output is not None:
                 write_results(output, machine, runs)

@@ -31,6 +31,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
+    quantization: options.QuantizationOption = "none",
+    kernels: options.KernelsOption = "auto",
     max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Chat with a model. Accepted draft tokens are green, tokens that the target added itself are not.
@@ -48,7 +50,15 @@ def chat(
         method = "dflash"
     config = options.speculation(method, drafter, num_speculative_tokens, speculative_config)
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    llm = LLM(model, config, dtype=dtype, device=device, max_model_len=max_model_len)
+    llm = LLM(
+        model,
+        config,
+        dtype=dtype,
+        device=device,
+        quantization=options.quantization(quantization),
+        kernels=options.kernels(kernels),
+        max_model_len=max_model_len,
+    )
     console = Console(highlight=False)
     messages = [{"role": "system", "content": system}] if system is not None else []
     while (line := _read(console)) is not None:

@@ -30,9 +30,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text itself, without chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    quantization: options.Quantization = "none",
+    quantization: options.QuantizationOption = "none",
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
+    kernels: options.KernelsOption = "auto",
     max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Answer one prompt.
@@ -45,7 +46,6 @@ def generate(
 
       foredraft generate ./my-model -p "Once upon" --raw --temperature 0.8 --seed 3
     """
-    options.check_quantization(quantization)
     config = options.speculation(method, drafter, num_speculative_tokens, speculative_config)
     params = SamplingParams(
         temperature=temperature,
@@ -59,7 +59,15 @@ def generate(
     text = _standard_input() if prompt == "-" else prompt
     if not text:
         raise UserError("the prompt is empty")
-    llm = LLM(model, config, dtype=dtype, device=device, max_model_len=max_model_len)
+    llm = LLM(
+        model,
+        config,
+        dtype=dtype,
+        device=device,
+        quantization=options.quantization(quantization),
+        kernels=options.kernels(kernels),
+        max_model_len=max_model_len,
+    )
     if raw:
         result = llm.generate(text, params)[0]
     else:

@@ -12,6 +12,7 @@ from foredraft.cli.bench import bench
 from foredraft.cli.chat import chat
 from foredraft.cli.demo import demo
 from foredraft.cli.generate import generate
+from foredraft.cli.quantize import quantize
 from foredraft.cli.synthesize import synthesize
 from foredraft.cli.train import train
 from foredraft.errors import UserError
@@ -50,7 +51,7 @@ def _options(
     pass
 
 
-for command in (demo, generate, chat, bench, train, synthesize):
+for command in (demo, generate, chat, bench, train, synthesize, quantize):
     app.command()(command)
 
 

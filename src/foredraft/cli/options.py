@@ -1,7 +1,7 @@
 """Options that several commands share, and how they become a speculative config."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
@@ -9,6 +9,8 @@ import typer
 from foredraft.config import SpeculativeConfig
 from foredraft.errors import UserError
 from foredraft.llm import DTYPES
+from foredraft.models.loading import PRECISIONS, Quantization
+from foredraft.ops import Kernels
 
 Model = Annotated[
     str,
@@ -39,8 +41,12 @@ SpeculativeConfigOption = Annotated[
         help='The same as JSON, as vLLM takes it: \'{"method": "dflash", "num_speculative_tokens": 7}\'.',
     ),
 ]
-Quantization = Annotated[
-    str, typer.Option("--quantization", help="Of the target's weights: none is what this version has.")
+QuantizationOption = Annotated[
+    str, typer.Option("--quantization", help="Of the target's weights: none, mxfp4 (W4A8) or mxfp4-a16 (W4A16).")
+]
+KernelsOption = Annotated[
+    str,
+    typer.Option("--kernels", help="auto, native or pytorch. auto: native for bfloat16 on the CPU."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float32 or float64.")]
 Device = Annotated[str, typer.Option("--device", help="PyTorch device: cpu, cuda, mps.")]
@@ -87,11 +93,16 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def check_quantization(quantization: str) -> None:
-    if quantization == "mxfp4":
-        raise UserError("--quantization mxfp4 is not available yet in this version; use none")
-    if quantization != "none":
-        raise UserError(f"--quantization is {quantization!r}, expected none")
+def quantization(name: str) -> Quantization:
+    if name not in PRECISIONS:
+        raise UserError(f"--quantization is {name!r}, expected one of {', '.join(PRECISIONS)}")
+    return name
+
+
+def kernels(name: str) -> Kernels:
+    if name not in get_args(Kernels):
+        raise UserError(f"--kernels is {name!r}, expected one of {', '.join(get_args(Kernels))}")
+    return name  # type: ignore[return-value]
 
 
 def dtype(name: str) -> torch.dtype:

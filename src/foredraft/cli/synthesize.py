@@ -26,6 +26,7 @@ def synthesize(
     seed: Annotated[int, typer.Option(help="For sampled answers and self-written prompts.")] = 0,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
+    kernels: options.KernelsOption = "auto",
 ) -> None:
     """Let the target answer prompts, as training text for its drafter.
 
@@ -41,7 +42,7 @@ def synthesize(
         raise UserError("give either --prompts FILE or --self-written COUNT")
     temperatures = _temperatures(temperature)
     listed = synthesis.read_prompts(prompts) if prompts is not None else None
-    llm = LLM(model, dtype=dtype, device=device, max_num_seqs=max_num_seqs)
+    llm = LLM(model, dtype=dtype, device=device, kernels=options.kernels(kernels), max_num_seqs=max_num_seqs)
     console = Console(stderr=True)
     if listed is None:
         console.print(f"writing {self_written} prompts")

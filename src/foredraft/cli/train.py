@@ -85,7 +85,7 @@ def train(
     console = Console(stderr=True)
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
-    target = load_target(model, options.dtype(dtype), device)
+    target = load_target(model, options.dtype(dtype), device, kernels="pytorch")
     tokenizer = target.tokenizer
     examples = load_examples(data, tokenizer, max_answer_tokens, max_prompt_tokens)
     train_set, held_out_set = split_held_out(examples, held_out)

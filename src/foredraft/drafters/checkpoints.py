@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.drafters.dflash import DFlashConfig, DFlashWeights, check_target
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, RopeConfig, decoder_config, required
-from foredraft.models.layers import DecoderLayer, load_layer, load_tensor
+from foredraft.models.layers import DecoderLayer, dense, load_layer, load_tensor
 from foredraft.models.loading import folder_weights, read_json
 
 
@@ -69,7 +69,10 @@ def load_dflash(
     weights = DFlashWeights(
         fc=load_tensor(read, "fc.weight", hidden, hidden * len(config.target_layer_ids)),
         context_norm=load_tensor(read, "hidden_norm.weight", hidden),
-        layers=tuple(load_layer(read, f"layers.{i}.", shape) for i in range(shape.num_layers)),
+        layers=tuple(
+            load_layer(read, f"layers.{i}.", shape).map_matrices(lambda weight: dense(weight, dtype))
+            for i in range(shape.num_layers)
+        ),
         norm=load_tensor(read, "norm.weight", hidden),
         draft_vocab=_draft_vocab(folder, raw, shape.vocab_size),
     )
@@ -141,14 +144,14 @@ def _draft_vocab(folder: Path, raw: Mapping[str, Any], vocab_size: int) -> Tenso
     size = raw.get("draft_vocab_size")
     if size is None or int(size) == vocab_size:
         return None
-    offsets = folder_weights(folder, torch.int64)("d2t")
+    offsets = dense(folder_weights(folder, torch.int64)("d2t"), torch.int64)
     vocab = offsets + torch.arange(len(offsets))
     if len(vocab) != int(size) or vocab.min() < 0 or vocab.max() >= vocab_size:
         raise UserError(f"{folder}: d2t does not map {size} draft ids into the vocabulary of {vocab_size}")
     return vocab
 
 
-def _layer_tensors(prefix: str, layer: DecoderLayer, heads: int, head_dim: int) -> dict[str, Tensor]:
+def _layer_tensors(prefix: str, layer: DecoderLayer[Tensor], heads: int, head_dim: int) -> dict[str, Tensor]:
     q_rows = heads * head_dim
     kv_rows = (len(layer.qkv) - q_rows) // 2
     q, k, v = torch.split(layer.qkv, [q_rows, kv_rows, kv_rows])

@@ -16,7 +16,7 @@ from foredraft.engine.scheduler import Scheduler, Work
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 from foredraft.sampling_params import SamplingParams
 from foredraft.tokenizer import Tokenizer
 

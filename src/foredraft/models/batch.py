@@ -1,7 +1,7 @@
 """What goes into a forward pass and what comes out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,33 @@ class Batch:
     def ends(self) -> tuple[int, ...]:
         """The context length of each sequence once this batch has run."""
         return tuple(start + count for start, count in zip(self.starts, self.counts, strict=True))
+
+    def first_rows(self, counts: Sequence[int]) -> "BatchPart":
+        """The first ``counts[i]`` rows of each sequence."""
+        if tuple(counts) == self.counts:
+            return BatchPart(self, None)
+        kept: list[int] = []
+        first = 0
+        for own, count in zip(self.counts, counts, strict=True):
+            kept.extend(range(first, first + count))
+            first += own
+        rows = torch.tensor(kept, dtype=torch.int64, device=self.positions.device)
+        part = replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            counts=tuple(counts),
+            logit_rows=rows[:0],
+        )
+        return BatchPart(part, rows)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Some rows of a batch, as a batch, and their indices [T] there; None when they are all."""
+
+    batch: Batch
+    rows: Tensor | None
 
 
 def flat_batch(

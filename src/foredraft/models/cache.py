@@ -2,13 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.models.batch import Batch
 from foredraft.models.config import ModelConfig
-from foredraft.ops.plan import AttentionPlan, plan_attention
+from foredraft.ops import native
+from foredraft.ops.plan import AttentionPlan, Visibility, plan_attention
+
+
+class Cache(Protocol):
+    """State of the sequences in its slots. A slot's committed length is the only truth: what lies beyond it (rejected
+    draft tokens, a drafter's block) is overwritten by the next rows."""
+
+    def length(self, slot: int) -> int:
+        """Committed positions of a slot, 0 for an unused one."""
+
+    def commit(self, slot: int, length: int) -> None:
+        """Keep the first ``length`` positions of a slot and forget the rest."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's sequence."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +40,7 @@ class CacheStep:
 class KVCache:
     """Keys and values of every layer for the sequences in its slots, [layers, slots, capacity, G, D] each.
 
-    Storage grows by doubling, so that short work stays small. A slot's committed length is the only truth:
-    what lies beyond it (rejected draft tokens, a drafter's block) is overwritten by the next rows.
+    Storage grows by doubling, so that short work stays small.
     """
 
     def __init__(
@@ -40,18 +57,15 @@ class KVCache:
         self.values = torch.empty_like(self.keys)
 
     def length(self, slot: int) -> int:
-        """Committed positions of a slot, 0 for an unused one."""
         return self._lengths.get(slot, 0)
 
     def commit(self, slot: int, length: int) -> None:
-        """Keep the first ``length`` positions of a slot and forget the rest."""
         self._lengths[slot] = length
 
     def release(self, slot: int) -> None:
-        """Forget a slot's sequence."""
         self._lengths.pop(slot, None)
 
-    def prepare(self, batch: Batch, *, causal: bool = True, window: int | None = None) -> CacheStep:
+    def prepare(self, batch: Batch, visibility: Visibility = Visibility()) -> CacheStep:  # noqa: B008
         """Make room for a batch and plan its writes and its attention (see ``plan_attention``)."""
         self.reserve(max(batch.slots) + 1, max(batch.ends))
         attention = plan_attention(
@@ -59,8 +73,7 @@ class KVCache:
             batch.counts,
             batch.slots,
             share=self._share,
-            causal=causal,
-            window=window,
+            visibility=visibility,
             device=self.keys.device,
         )
         return CacheStep(rows=self.rows(batch.slots, batch.counts, batch.positions), attention=attention)
@@ -93,3 +106,53 @@ class KVCache:
         new = old.new_zeros(self._layers, slots, capacity, *self._shape)
         new[:, : old.shape[1], : old.shape[2]] = old
         return new
+
+
+class PagedCache:
+    """Keys and values of every layer in pages of the native library's pool; a slot owns the pages it needs.
+
+    Pages are taken when rows are to be written and given back with the sequence, so that memory follows the
+    positions in use.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        library = native.library()
+        self._page_positions: int = library.PAGE_POSITIONS
+        self.pool = library.PagePool(layers, kv_heads, head_dim)
+        self._lengths: dict[int, int] = {}
+        self._owned: dict[int, list[int]] = {}
+        self._free: list[int] = []
+        self._tables = np.zeros((0, 0), dtype=np.int32)
+
+    def length(self, slot: int) -> int:
+        return self._lengths.get(slot, 0)
+
+    def commit(self, slot: int, length: int) -> None:
+        self._lengths[slot] = length
+
+    def release(self, slot: int) -> None:
+        self._lengths.pop(slot, None)
+        self._free.extend(reversed(self._owned.pop(slot, [])))
+
+    def pages(self, slots: Sequence[int], ends: Sequence[int]) -> NDArray[np.int32]:
+        """The pages of each slot, [slots, most pages of one], with room for its positions up to ``ends``."""
+        for slot, end in zip(slots, ends, strict=True):
+            owned = self._owned.setdefault(slot, [])
+            while len(owned) * self._page_positions < end:
+                self._take(slot, owned)
+        most = max((len(self._owned[slot]) for slot in slots), default=0)
+        return np.ascontiguousarray(self._tables[list(slots), :most])
+
+    def _take(self, slot: int, owned: list[int]) -> None:
+        if not self._free:
+            existing: int = self.pool.pages
+            self.pool.reserve(existing + 1)
+            self._free.extend(range(self.pool.pages - 1, existing - 1, -1))
+        rows, columns = self._tables.shape
+        if slot >= rows or len(owned) >= columns:
+            grown = np.zeros((max(slot + 1, rows), max(2 * columns, len(owned) + 1, 8)), dtype=np.int32)
+            grown[:rows, :columns] = self._tables
+            self._tables = grown
+        page = self._free.pop()
+        self._tables[slot, len(owned)] = page
+        owned.append(page)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,12 +33,24 @@ _NAMES = {
 }
 
 
+class _Reader(gguf.GGUFReader):
+    """Reads through a plain array: the many small slices of a numpy memmap take seconds."""
+
+    @property
+    def data(self) -> Any:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._data = np.asarray(mapped)
+
+
 class GGUFFile:
     """One opened GGUF file (memory-mapped)."""
 
     def __init__(self, path: Path) -> None:
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _Reader(path)
         except (OSError, ValueError, IndexError) as error:
             raise UserError(f"{path} is not a readable GGUF file: {error}") from error
         self.path = path

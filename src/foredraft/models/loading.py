@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,8 +14,12 @@ from torch import Tensor
 from foredraft.errors import UserError
 from foredraft.models import llama, qwen3
 from foredraft.models.config import ModelConfig
+from foredraft.models.decoder import DecoderModel, Precision
 from foredraft.models.gguf import GGUFFile
-from foredraft.models.layers import DecoderModel, Weights
+from foredraft.models.layers import Weights
+from foredraft.ops import Kernels, operations
+from foredraft.quantization.layouts import CODES_SUFFIX, SCALES_SUFFIX, Layout, read_layout
+from foredraft.quantization.mxfp4 import MXFP4Tensor
 from foredraft.tokenizer import Tokenizer
 
 EMBEDDED = "smollm2-135m"
@@ -27,6 +31,19 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], str], ModelConfig]] = {
 }
 
 
+Quantization = Literal["none", "mxfp4", "mxfp4-a16"]
+"""What to do with a target's weights at load. mxfp4: the matrices of the layers become MXFP4, multiplied with 8-bit
+activations by the native kernels (W4A8), head and embeddings 8-bit. mxfp4-a16: the same with bfloat16 activations
+(W4A16). none: as they are stored; a checkpoint that is MXFP4 already is treated as mxfp4. On PyTorch both are W4A16,
+with head and embeddings unchanged."""
+
+PRECISIONS: dict[Quantization, Precision] = {
+    "none": Precision("bf16", "bf16"),
+    "mxfp4": Precision("mxfp4", "int8"),
+    "mxfp4-a16": Precision("mxfp4_a16", "int8"),
+}
+
+
 @dataclass(frozen=True)
 class Target:
     """A loaded target model with its tokenizer. ``name`` is what the user called it."""
@@ -34,24 +51,39 @@ class Target:
     name: str
     model: DecoderModel
     tokenizer: Tokenizer
+    quantization: Quantization = "none"
 
 
-def load_target(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Target:
+def load_target(
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    *,
+    quantization: Quantization = "none",
+    kernels: Kernels = "auto",
+) -> Target:
     """Load the model that ``name`` stands for.
 
     name: the alias ``smollm2-135m``, a GGUF file, a folder in the Hugging Face layout (config.json,
-    safetensors, tokenizer.json), or a Hub id such as ``Qwen/Qwen3-0.6B``.
+    safetensors, tokenizer.json), or a Hub id such as ``Qwen/Qwen3-0.6B``. kernels: see ``operations``.
     Raises UserError when there is no such model or it cannot be used.
     """
+    if quantization not in PRECISIONS:
+        raise UserError(f"quantization is {quantization!r}, expected one of {', '.join(PRECISIONS)}")
+    ops = operations(kernels, dtype, device)
     path = resolve(name)
     if path.is_file():
         file = GGUFFile(path)
         config = file.config()
-        model = DecoderModel(config, file.weights(config, dtype, device))
-        return Target(name, model, Tokenizer.from_gguf(file.metadata))
-    config = read_config(path)
-    model = DecoderModel(config, folder_weights(path, dtype, device))
-    return Target(name, model, Tokenizer.from_folder(path))
+        weights = file.weights(config, dtype, device)
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+    else:
+        config = read_config(path)
+        weights = folder_weights(path, dtype, device)
+        tokenizer = Tokenizer.from_folder(path)
+        if quantization == "none" and _layout(path) is not None:
+            quantization = "mxfp4"
+    return Target(name, DecoderModel(config, weights, ops, PRECISIONS[quantization]), tokenizer, quantization)
 
 
 def resolve(name: str) -> Path:
@@ -119,7 +151,43 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def folder_weights(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Weights:
-    """Tensors of a folder's safetensors files, sharded or not, in ``dtype``."""
+    """Tensors of a folder's safetensors files, sharded or not: in ``dtype``, or MXFP4 where they are stored so.
+
+    Names are those of the unquantised model, such as ``model.layers.0.mlp.up_proj.weight``, in every layout.
+    """
+    layout = _layout(folder)
+    stored = _stored_tensors(folder, device)
+
+    def read(name: str) -> Tensor | MXFP4Tensor:
+        if layout is not None:
+            codes, scales = name + CODES_SUFFIX[layout], name + SCALES_SUFFIX
+            if not stored.keys().isdisjoint({codes, scales} - {name}):
+                parts = get(codes), get(scales)
+                try:
+                    return MXFP4Tensor(*parts)
+                except UserError as error:
+                    raise UserError(f"{folder}: {name}: {error}") from error
+        tensor = get(name)
+        if tensor.dtype == torch.uint8:
+            raise UserError(f"{folder}: {name} is stored as uint8 codes, but there is no tensor {name}{SCALES_SUFFIX}")
+        return tensor.to(dtype)
+
+    def get(name: str) -> Tensor:
+        if name not in stored:
+            raise UserError(f"{folder} lacks the tensor {name}")
+        tensor: Tensor = stored[name].get_tensor(name)
+        return tensor
+
+    return read
+
+
+def _layout(folder: Path) -> Layout | None:
+    path = folder / "config.json"
+    return read_layout(read_json(path), str(path)) if path.exists() else None
+
+
+def _stored_tensors(folder: Path, device: str) -> dict[str, Any]:
+    """The opened file that holds each tensor, by the tensor's name."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         listed = read_json(index).get("weight_map")
@@ -130,18 +198,11 @@ def folder_weights(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Wei
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} has no .safetensors files (other weight formats are not loaded)")
-    where: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
     for file in files:
         try:
             opened = safe_open(file, framework="pt", device=device)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file} is not a readable safetensors file: {error}") from error
-        where.update(dict.fromkeys(opened.keys(), opened))  # type: ignore[no-untyped-call]
-
-    def read(name: str) -> Tensor:
-        if name not in where:
-            raise UserError(f"{folder} lacks the tensor {name}")
-        tensor: Tensor = where[name].get_tensor(name)
-        return tensor.to(dtype)
-
-    return read
+        stored.update(dict.fromkeys(opened.keys(), opened))  # type: ignore[no-untyped-call]
+    return stored

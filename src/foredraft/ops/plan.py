@@ -11,6 +11,15 @@ FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
+class Visibility:
+    """What a row of a layer sees. causal: the positions up to its own; otherwise up to the last row of its sequence
+    (the bidirectional block of DFlash). window: only the last ``window`` positions, its own included."""
+
+    causal: bool = True
+    window: int | None = None
+
+
+@dataclass(frozen=True)
 class AttentionGroup:
     """Sequences of a batch that have the same number of rows, attended in one call.
 
@@ -47,16 +56,14 @@ def plan_attention(
     slots: Sequence[int],
     *,
     share: int = 1,
-    causal: bool = True,
-    window: int | None = None,
+    visibility: Visibility = Visibility(),
     device: torch.device | str = "cpu",
 ) -> AttentionPlan:
     """Plan a batch in which sequence i has ``counts[i]`` rows at positions ``starts[i]``, ``starts[i] + 1``, ...
 
-    share: query heads per key/value head. causal: a row sees the positions up to its own; otherwise up to the last
-    row of its sequence (the bidirectional block of DFlash). window: a row sees only the last ``window`` positions,
-    its own included.
+    share: query heads per key/value head.
     """
+    causal, window = visibility.causal, visibility.window
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.ops.plan import FEW_ROWS, AttentionPlan
+from foredraft.quantization.mxfp4 import quantize
 
 PACKED_FOR_ROWS = 8
 
@@ -38,12 +39,15 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, form: str = "bf16") -> Tensor:
     """``weight [N, K]`` in the order in which ``linear`` streams it fastest, for weights that stay as they are.
 
+    form: see ``Format``; for MXFP4 PyTorch multiplies what it stands for, in the weight's dtype.
     bfloat16 on a CPU goes into oneDNN's blocked layout: the same bits out of ``linear``, in about two thirds of the
     time at few rows. Other weights are returned unchanged.
     """
+    if form.startswith("mxfp4"):
+        weight = quantize(weight).dequantize(weight.dtype)
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _blocked_layout_is_fast():
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
         return packed
@@ -58,6 +62,11 @@ def unpack(weight: Tensor) -> Tensor:
 @cache
 def _blocked_layout_is_fast() -> bool:
     return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def argmax(x: Tensor) -> Tensor:
+    """The index of the largest value of each row of ``x [T, N]``, of equals the first: [T] int64."""
+    return x.argmax(dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.checkpoints import save_dflash
-from foredraft.drafters.dflash import (
-    DFlashConfig,
-    DFlashWeights,
-    context_features,
-    context_keys_values,
-    key_value_rows,
-)
+from foredraft.drafters.dflash import DFlashConfig, DFlashWeights, context_features
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
 from foredraft.models.config import ModelConfig
-from foredraft.models.layers import DecoderLayer, DecoderModel, finish_layer, project
+from foredraft.models.decoder import DecoderModel, TorchDecoder
+from foredraft.models.layers import DecoderLayer, context_keys_values, finish_layer, key_value_rows, project
 from foredraft.models.rope import RotaryTable, inverse_frequencies
 from foredraft.ops import REFERENCE
 from foredraft.training.data import Example
@@ -105,7 +100,7 @@ def training_forward(
     """
     shape, ops = config.layers, REFERENCE
     lengths = [len(part) for part in taps]
-    context = context_features(weights, torch.cat(list(taps)), shape.rms_norm_eps, ops)
+    context = context_features(weights.fc, weights.context_norm, torch.cat(list(taps)), shape.rms_norm_eps, ops)
     end = max(lengths) + block
     device = embeddings.device
     context_angles = rotary(torch.cat([torch.arange(length, device=device) for length in lengths]), end)
@@ -272,7 +267,9 @@ def initial_drafter(
     """
     base = target.config
     shape = replace(base, architecture="dflash", num_layers=recipe.layers, qk_norm=True, tie_word_embeddings=False)
-    sources = [layer.map(target.ops.unpack) for layer in target.layers[-recipe.layers :]]
+    if not isinstance(target.decoder, TorchDecoder):
+        raise UserError("training needs a target on PyTorch; load it with kernels 'pytorch'")
+    sources = [layer.map_matrices(target.ops.unpack) for layer in target.decoder.layers[-recipe.layers :]]
     before = [base.num_layers - recipe.layers - 1 + index for index in range(recipe.layers)]
     with torch.inference_mode():
         batch = flat_batch([sample], [0], [0], [1], target.device)
@@ -303,7 +300,7 @@ def initial_drafter(
     return config, weights
 
 
-def _adapted(layer: DecoderLayer, inputs: Tensor, shape: ModelConfig, has_norms: bool) -> DecoderLayer:
+def _adapted(layer: DecoderLayer[Tensor], inputs: Tensor, shape: ModelConfig, has_norms: bool) -> DecoderLayer[Tensor]:
     folded = layer.qkv.float() * layer.input_norm.float()
     q_norm, k_norm = layer.q_norm, layer.k_norm
     if not has_norms:

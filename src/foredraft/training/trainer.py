@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
-from foredraft.models.layers import DecoderModel
+from foredraft.models.decoder import DecoderModel
 from foredraft.training.data import Example
 from foredraft.training.losses import BlockScores, acceptance_length
 

@@ -1,0 +1,162 @@
+"""foredraft in a process of its own: answers requests, one JSON object a line.
+
+Each request has ``do``, the name of a function below, and its arguments.
+"""
+
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foredraft import LLM, SamplingParams
+from foredraft.models.batch import flat_batch
+
+ENGINES: dict[str, LLM] = {}
+"""Engines of this process by name; all of them share one target."""
+
+
+def open_target(model: str, quantization: str) -> dict[str, Any]:
+    """Load the target of this process, and make the engine ``plain``. Sizes in bytes."""
+    ENGINES["plain"] = LLM(model, quantization=quantization)
+    target = ENGINES["plain"].target.model
+    gc.collect()
+    return {
+        "weight_bytes": byte_count([target.embeddings, target.head, target.final_norm, target.layers]),
+        "streamed_bytes": byte_count([target.head, target.final_norm, target.layers]),
+    }
+
+
+def open_engine(name: str, speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """Make another engine on the same target."""
+    llm = LLM(ENGINES["plain"].target, speculative)
+    ENGINES[name] = llm
+    assert llm.speculation
+    return {"num_speculative_tokens": llm.speculation.num_speculative_tokens}
+
+
+def generate(
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    engine: str = "plain",
+    ignore_eos: bool = False,
+    together: bool = False,
+) -> dict[str, Any]:
+    """Greedy answers, one after the other or all at once."""
+    llm = ENGINES[engine]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    groups = [list(prompts)] if together else [[prompt] for prompt in prompts]
+    begin = perf_counter()
+    requests = [
+        request
+        for group in groups
+        for request in llm.generate([{"prompt_token_ids": prompt} for prompt in group], params)
+    ]
+    seconds = perf_counter() - begin
+    outputs = [request.outputs[0] for request in requests]
+    return {
+        "seconds": seconds,
+        "decode_seconds": sum(r.metrics.seconds - r.metrics.time_to_first_token for r in requests),
+        "decoded": sum(len(output.token_ids) - 1 for output in outputs),
+        "token_ids": [output.token_ids for output in outputs],
+        "rounds": [output.acceptance.rounds for output in outputs],
+    }
+
+
+@torch.inference_mode()
+def rows(counts: Sequence[int], context: int, repeats: int) -> dict[str, Any]:
+    """Median seconds of a pass of the target over some rows of one sequence, after ``context`` positions."""
+    target = ENGINES["plain"].target.model
+    cache = target.new_cache()
+    tokens = [(7919 * position) % 40000 + 100 for position in range(context + max(counts))]
+    target.forward(flat_batch([tokens[:context]], [0], [0], [1]), cache)
+    cache.commit(0, context)
+    measured: dict[int, list[float]] = {count: [] for count in counts}
+    batches = {count: flat_batch([tokens[context : context + count]], [context], [0]) for count in counts}
+    for turn in range(repeats + 1):
+        for count, batch in batches.items():
+            begin = perf_counter()
+            target.forward(batch, cache)
+            if turn:
+                measured[count].append(perf_counter() - begin)
+    return {"seconds": {count: statistics.median(values) for count, values in measured.items()}}
+
+
+@torch.inference_mode()
+def score(windows: Sequence[list[int]]) -> dict[str, Any]:
+    """Sum of negative log-likelihoods of the second half of each window, given what stands before in it.
+
+    The rows of llama-perplexity: position n/2 to n-2 predict the token after each of them.
+    """
+    target = ENGINES["plain"].target.model
+    total, count = 0.0, 0
+    for window in windows:
+        half = len(window) // 2
+        wanted = len(window) - half
+        logits = target.forward(flat_batch([window], [0], [0], [wanted]), target.new_cache()).logits
+        likelihoods = torch.log_softmax(logits[:-1].double(), dim=-1)
+        total -= float(likelihoods[torch.arange(wanted - 1), torch.tensor(window[half + 1 :])].sum())
+        count += wanted - 1
+    return {"nll": total, "count": count}
+
+
+def memory() -> dict[str, Any]:
+    """Resident bytes of this process, Python and PyTorch included: now, and at most since it began."""
+    gc.collect()
+    return {"resident_bytes": status_bytes("VmRSS"), "peak_bytes": status_bytes("VmHWM")}
+
+
+def status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def byte_count(root: Any) -> int:
+    """Bytes of all arrays within an object, each piece of memory once."""
+    return sum({_place(tensor): tensor.nbytes for tensor in _tensors(root)}.values())
+
+
+def _place(tensor: torch.Tensor) -> int:
+    # PyTorch's packed weights (oneDNN) have no address; none of them is another's view.
+    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+ANSWERS = {function.__name__: function for function in (open_target, open_engine, generate, rows, score, memory)}
+
+
+def main() -> None:
+    # Whatever else prints must not end up between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = ANSWERS[request.pop("do")](**request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Weights in fewer bits: the MXFP4 format, and its checkpoints."""
