@@ -10,6 +10,10 @@ namespace {
 
 // Up to so many rows every thread prepares all activations for itself: that is cheaper than to meet.
 constexpr int kFewRows = 16;
+// With fewer query tiles than this for each thread, the steps of their attention are shared out instead.
+constexpr int kTilesEach = 16;
+// A stack up to this size (a drafter) can stay in the last cache while a larger one streams by.
+constexpr size_t kKeptBytes = size_t{16} << 20;
 
 int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
@@ -39,6 +43,13 @@ class ActivationBuffer {
 };
 
 const float* optional(const std::vector<float>& bias) { return bias.empty() ? nullptr : bias.data(); }
+
+// What this thread will read first of a matrix, fetched while it would wait for the others.
+void fetch(const Team& team, const Matrix& weight) {
+    int first, last;
+    team.share(weight.view().panels, 1, first, last);
+    if (first < last) kernels().fetch(weight.view(), first);
+}
 
 void multiply(const Team& team, const Matrix& weight, const Activations& x, int rows, const float* bias,
               bool accumulate, float* out, size_t stride) {
@@ -71,12 +82,14 @@ KVView PagePool::view(int layer, int kv_head) const {
 struct Decoder::Scratch {
     struct Own {
         ActivationBuffer activations;
-        std::vector<float> row, attention;
+        std::vector<float> row, partials;
     };
     ActivationBuffer shared, gated;
     std::vector<float> qkv, mixed, gate, up;
     std::vector<uint16_t> queries;
     std::vector<Own> own;
+    bool split = false;
+    std::vector<float> partials;
 };
 
 Decoder::Decoder(DecoderShape shape, std::vector<LayerWeights> layers, std::vector<float> frequencies, float factor)
@@ -87,6 +100,9 @@ Decoder::Decoder(DecoderShape shape, std::vector<LayerWeights> layers, std::vect
       scratch_(new Scratch, [](Scratch* scratch) { delete scratch; }) {
     if (static_cast<int>(frequencies_.size()) * 2 != shape_.head_dim)
         throw std::invalid_argument("there must be one rotary frequency for each pair of a head's dimensions");
+    if (weight_bytes() > kKeptBytes)
+        for (LayerWeights& layer : layers_)
+            for (const auto& matrix : {layer.qkv, layer.out, layer.gate, layer.up, layer.down}) matrix->set_streamed();
 }
 
 size_t Decoder::weight_bytes() const {
@@ -112,10 +128,18 @@ void Decoder::prepare(const Rows& rows, int threads) {
     s.own.resize(threads);
     for (Scratch::Own& own : s.own) {
         own.row.resize(std::max(shape_.hidden, 4 * shape_.head_dim));
-        own.attention.resize(attention_scratch(dim));
     }
     int end = 0;
-    for (const Span& span : rows.spans) end = std::max(end, span.start + span.count);
+    size_t tiles = 0, partials = 0;
+    for (const Span& span : rows.spans) {
+        const int last = span.start + span.count;
+        const size_t own = (span.count * (shape_.heads / shape_.kv_heads) + kQueries - 1) / kQueries * shape_.kv_heads;
+        end = std::max(end, last);
+        tiles += own;
+        partials += own * ((last + kStep - 1) / kStep);
+    }
+    s.split = tiles < static_cast<size_t>(kTilesEach * threads) && partials > tiles;
+    if (s.split && s.partials.size() < partials * partial_size(dim)) s.partials.resize(partials * partial_size(dim));
     const size_t half = frequencies_.size();
     if (cosines_.size() < half * end) {
         const size_t had = half ? cosines_.size() / half : 0;
@@ -186,34 +210,75 @@ void Decoder::write_keys_values(const Team& team, const LayerWeights& layer, con
     }
 }
 
-void Decoder::attend(const Team& team, const Rows& rows, const PagePool& pool, int index, int window, bool causal) {
-    Scratch& s = *scratch_;
+// Calls visit(span, key/value head, number of the tile, tile) for the query tiles of a batch.
+template <class Visit>
+void Decoder::for_tiles(const Rows& rows, int window, bool causal, const Visit& visit) {
     const int dim = shape_.head_dim, share = shape_.heads / shape_.kv_heads, padded_dim = padded(dim, 16);
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-    float* scratch = s.own[team.thread].attention.data();
-    int task = 0;
+    int number = 0;
     for (const Span& span : rows.spans) {
         const int queries = span.count * share;
         const int tiles = (queries + kQueries - 1) / kQueries;
         for (int head = 0; head < shape_.kv_heads; ++head) {
-            const KVView kv = pool.view(index, head);
-            for (int part = 0; part < tiles; ++part, ++task) {
-                if (task % team.threads != team.thread) continue;
+            for (int part = 0; part < tiles; ++part, ++number) {
                 QueryTile tile;
                 const int to = static_cast<int>(static_cast<long>(queries) * (part + 1) / tiles);
                 for (int query = static_cast<int>(static_cast<long>(queries) * part / tiles); query < to; ++query) {
                     const int row = span.first_row + query / share, position = span.start + query / share;
                     const size_t at = static_cast<size_t>(row) * shape_.heads + head * share + query % share;
-                    tile.queries[tile.rows] = s.queries.data() + at * padded_dim;
+                    tile.queries[tile.rows] = scratch_->queries.data() + at * padded_dim;
                     tile.begin[tile.rows] = window ? std::max(0, position - window + 1) : 0;
                     tile.end[tile.rows] = causal ? position + 1 : span.start + span.count;
-                    tile.out[tile.rows] = s.mixed.data() + at * dim;
+                    tile.out[tile.rows] = scratch_->mixed.data() + at * dim;
                     ++tile.rows;
                 }
-                kernels().attention(kv, span.pages, tile, scale, scratch);
+                visit(span, head, number, tile);
             }
         }
     }
+}
+
+void Decoder::attend(const Team& team, const Rows& rows, const PagePool& pool, int index, int window, bool causal) {
+    const Kernels& k = kernels();
+    const int dim = shape_.head_dim, padded_dim = padded(dim, 16);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const size_t stride = partial_size(padded_dim);
+    const auto steps_of = [](const QueryTile& tile, int& first) {
+        int begin = tile.begin[0], end = tile.end[0];
+        for (int r = 1; r < tile.rows; ++r) {
+            begin = std::min(begin, tile.begin[r]);
+            end = std::max(end, tile.end[r]);
+        }
+        first = begin / kStep;
+        return (end + kStep - 1) / kStep - first;
+    };
+    // Few tiles over a long context: the threads share the steps, and meet before they merge them.
+    const bool split = scratch_->split;
+    int task = 0, first;
+    for_tiles(rows, window, causal, [&](const Span& span, int head, int number, const QueryTile& tile) {
+        const int steps = steps_of(tile, first);
+        const KVView kv = pool.view(index, head);
+        std::vector<float>& own = scratch_->own[team.thread].partials;
+        if (!split) {
+            if (number % team.threads != team.thread) return;
+            if (own.size() < steps * stride) own.resize(steps * stride);
+        }
+        for (int step = 0; step < steps; ++step, ++task) {
+            float* to = split ? scratch_->partials.data() + task * stride : own.data() + step * stride;
+            // Who has a head's keys and values of a step in its cache takes all tiles over them.
+            if (split && (head + first + step) % team.threads != team.thread) continue;
+            k.attention_step(kv, span.pages, tile, (first + step) * kStep, scale, to);
+        }
+        if (!split) k.attention_merge(tile, own.data(), steps, stride, dim, padded_dim);
+    });
+    if (!split) return;
+    team.barrier();
+    task = 0;
+    for_tiles(rows, window, causal, [&](const Span&, int, int number, const QueryTile& tile) {
+        const int steps = steps_of(tile, first);
+        if (number % team.threads == team.thread)
+            k.attention_merge(tile, scratch_->partials.data() + task * stride, steps, stride, dim, padded_dim);
+        task += steps;
+    });
 }
 
 void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std::vector<int>& tap_layers, float* taps,
@@ -221,10 +286,8 @@ void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std
     const Kernels& k = kernels();
     const int count = rows.count, width = shape_.hidden, dim = shape_.head_dim;
     const int heads = shape_.heads * dim, qkv = heads + 2 * shape_.kv_heads * dim;
-    ThreadPool& threads = ThreadPool::instance();
-    prepare(rows, threads.threads());
     Scratch& s = *scratch_;
-    threads.run([&](const Team& team) {
+    const auto work = [&](const Team& team) {
         Scratch::Own& own = s.own[team.thread];
         const bool few = count <= kFewRows || team.threads == 1;
         int begin = 0, end = count;
@@ -253,9 +316,11 @@ void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std
             write_keys_values(team, layer, rows, pool, index, true);
             team.barrier();
             attend(team, rows, pool, index, windows[index], causal[index]);
+            fetch(team, *layer.out);
             team.barrier();
             multiply(team, *layer.out, activations(s.mixed.data(), heads, nullptr, layer.out->view().format), count,
                      optional(layer.out_bias), true, hidden, width);
+            fetch(team, *layer.gate);
             team.barrier();
             const Activations& normed =
                 activations(hidden, width, layer.post_norm.data(), layer.gate->view().format);
@@ -272,8 +337,10 @@ void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std
                            gate + from);
                 k.activate(gate, shape_.inner, from, to, layer.down->view().format, s.gated.view(), row);
             }
+            fetch(team, *layer.down);
             team.barrier();
             multiply(team, *layer.down, s.gated.view(), count, optional(layer.down_bias), true, hidden, width);
+            if (index + 1 < layers()) fetch(team, *layers_[index + 1].qkv);
             team.barrier();
             for (size_t tap = 0; tap < tap_layers.size(); ++tap) {
                 if (tap_layers[tap] != index) continue;
@@ -284,17 +351,16 @@ void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std
                                 hidden + static_cast<size_t>(row) * width, sizeof(float) * width);
             }
         }
-    });
+    };
+    ThreadPool::instance().run(work, [&](int threads) { prepare(rows, threads); });
 }
 
 void Decoder::inject(const float* context, const Rows& rows, PagePool& pool) {
     const Kernels& k = kernels();
     const int count = rows.count, dim = shape_.head_dim;
     const int heads = shape_.heads * dim, qkv = heads + 2 * shape_.kv_heads * dim;
-    ThreadPool& threads = ThreadPool::instance();
-    prepare(rows, threads.threads());
     Scratch& s = *scratch_;
-    threads.run([&](const Team& team) {
+    const auto work = [&](const Team& team) {
         int begin, end;
         for (int index = 0; index < layers(); ++index) {
             const LayerWeights& layer = layers_[index];
@@ -315,7 +381,8 @@ void Decoder::inject(const float* context, const Rows& rows, PagePool& pool) {
             write_keys_values(team, layer, rows, pool, index, false);
             team.barrier();
         }
-    });
+    };
+    ThreadPool::instance().run(work, [&](int threads) { prepare(rows, threads); });
 }
 
 void linear(const Matrix& weight, const float* x, int rows, const float* bias, float* out) {

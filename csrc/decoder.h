@@ -80,6 +80,8 @@ class Decoder {
     void prepare(const Rows& rows, int threads);
     void write_keys_values(const Team& team, const LayerWeights& layer, const Rows& rows, const PagePool& pool, int index,
                            bool queries);
+    template <class Visit>
+    void for_tiles(const Rows& rows, int window, bool causal, const Visit& visit);
     void attend(const Team& team, const Rows& rows, const PagePool& pool, int index, int window, bool causal);
 
     DecoderShape shape_;

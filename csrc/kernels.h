@@ -13,9 +13,9 @@ constexpr int kBlock = 32;
 constexpr int kPanel = 32;
 // KV cache: positions that lie side by side, and the positions whose softmax is merged as one step.
 constexpr int kPositions = 16;
-constexpr int kStep = 256;
+constexpr int kStep = 128;
 // Query rows that share one walk over keys and values.
-constexpr int kQueries = 8;
+constexpr int kQueries = 6;
 
 enum class Format : int {
     bf16,       // bfloat16 weights and activations
@@ -47,6 +47,8 @@ struct MatrixView {
     int panels, blocks;
     const uint8_t* data;
     const uint8_t* scales;
+    // Part of more weights than the last cache holds: each pass reads them from memory anyway.
+    bool streamed = false;
 };
 
 // Rows [rows, blocks * kBlock] in the form a format multiplies: bfloat16, or 8-bit with per block a scale (for MXFP4
@@ -98,6 +100,8 @@ struct Kernels {
     // out[row][column] (+)= x . w (+ bias) for the columns of panels [first, last). bias: padded to whole panels.
     void (*linear)(const MatrixView& w, const Activations& x, int rows, int first, int last, const float* bias,
                    bool accumulate, float* out, size_t out_stride);
+    // Asks the memory for a panel that will be multiplied soon.
+    void (*fetch)(const MatrixView& w, int panel);
     // Elements [begin, end) of one row, begin and end multiples of kBlock (end may be k), into `to` at `row`.
     void (*activate)(const float* x, int k, int begin, int end, Format format, const Activations& to, int row);
     void (*rms_norm)(const float* x, const float* weight, int k, float eps, float* out);
@@ -111,13 +115,21 @@ struct Kernels {
     // kBlock values to MXFP4: the codes, and the scale byte whose squared error is least among the OCP specification's
     // and its neighbours (of equals the specification's). -1 if a value is not finite.
     int (*quantize_block)(const float* x, uint8_t* codes);
-    // scratch: attention_scratch(head_dim) floats.
-    void (*attention)(const KVView& kv, const int32_t* pages, const QueryTile& tile, float scale, float* scratch);
+    // Philox words of tokens first to first + 63, first a multiple of 4 (see noise.h).
+    void (*noise_words)(uint64_t first, uint64_t seed, uint64_t position, uint32_t stream, uint32_t* words);
+    // Which of 64 tokens may reach `best` or more with these words: a superset, as bits.
+    uint64_t (*contenders)(const float* scores, const uint32_t* words, float best);
+    // Softmax and mixture of a tile over the positions `first` to first + kStep - 1, into `partial`: for each row
+    // padded_dim sums, their highest score and their mass.
+    void (*attention_step)(const KVView& kv, const int32_t* pages, const QueryTile& tile, int first, float scale,
+                           float* partial);
+    // The rows' results from the partials of all their steps, in order, `stride` floats apart.
+    void (*attention_merge)(const QueryTile& tile, const float* partials, int steps, size_t stride, int head_dim,
+                            int padded_dim);
 };
 
-constexpr size_t attention_scratch(int padded_dim) {
-    return static_cast<size_t>(kQueries) * (kStep + kStep / 2 + 2 * padded_dim + 2 * 16);
-}
+// Floats of one partial.
+constexpr size_t partial_size(int padded_dim) { return static_cast<size_t>(kQueries) * (padded_dim + 16); }
 
 // The best table this processor runs, or the one FOREDRAFT_ISA names (avx512, avx2, portable).
 // Raises std::runtime_error when that one is unknown or does not run here.

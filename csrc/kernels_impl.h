@@ -60,17 +60,34 @@ struct Output {
     }
 };
 
-// What comes next in memory is fetched while a panel is multiplied: `lines` cache lines for each block.
-struct Ahead {
-    const uint8_t* next;
-    int lines;
-    void fetch(int block) const {
-        for (int i = 0; i < lines; ++i) prefetch(next + static_cast<size_t>(block * lines + i) * 64);
+// The next panel is fetched while this one is multiplied: on each visit of a block so many of its cache lines.
+class Ahead {
+   public:
+    Ahead(const MatrixView& w, int panel, int passes) : once_(w.streamed) {
+        const size_t bytes = w.blocks * block_bytes(w.format), scales = w.blocks * scale_bytes(w.format);
+        const int visits = passes * w.blocks;
+        at_ = w.data + panel * bytes;
+        end_ = at_ + bytes;
+        scale_at_ = w.scales + panel * scales;
+        scale_end_ = scale_at_ + scales;
+        lines_ = (static_cast<int>(bytes / 64) + visits - 1) / visits;
     }
+    void fetch() {
+        for (int i = 0; i < lines_ && at_ < end_; ++i, at_ += 64) once_ ? prefetch_once(at_) : prefetch(at_);
+        if (scale_at_ < scale_end_) {
+            prefetch(scale_at_);
+            scale_at_ += 64;
+        }
+    }
+
+   private:
+    const bool once_;
+    const uint8_t *at_, *end_, *scale_at_, *scale_end_;
+    int lines_;
 };
 
 template <int R>
-void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, const Ahead& ahead) {
+void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     constexpr int C = kColumnVectors;
     const int stride = w.blocks * kBlock;
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(w.data) + static_cast<size_t>(panel) * stride * kPanel;
@@ -84,7 +101,7 @@ void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, co
             for (auto& each : acc)
                 for (VF& part : each) part = set(0.0f);
             const uint16_t* at = weights + (static_cast<size_t>(block) * kBlock * kPanel + 2 * column);
-            if (column == 0) ahead.fetch(block);
+            ahead.fetch();
 #pragma GCC unroll 4
             for (int pair = 0; pair < kBlock / 2; ++pair) {
                 Pairs part[C];
@@ -104,7 +121,7 @@ void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, co
 
 template <int R>
 void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output,
-                    const Ahead& ahead) {
+                    Ahead& ahead) {
     const int stride = w.blocks * kBlock;
     const uint8_t* codes = w.data + static_cast<size_t>(panel) * w.blocks * block_bytes(Format::mxfp4);
     const uint8_t* scales = w.scales + static_cast<size_t>(panel) * w.blocks * kPanel;
@@ -118,7 +135,7 @@ void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int ro
             for (VF& each : acc) each = set(0.0f);
             const uint8_t* at = codes + static_cast<size_t>(block) * kBlock * kPanel / 2 +
                                 column / kHalf * (kBlock * kHalf / 2) + column % kHalf * 4;
-            if (column == 0) ahead.fetch(block);
+            ahead.fetch();
             for (int group = 0; group < 4; ++group) {
                 const uint8_t* words = at + group * 4 * kHalf;
                 const Pairs part[4] = {table.at<0>(words), table.at<1>(words), table.at<2>(words), table.at<3>(words)};
@@ -136,7 +153,7 @@ void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int ro
 }
 
 template <bool four_bits, int R>
-void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, const Ahead& ahead) {
+void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     constexpr Format format = four_bits ? Format::mxfp4 : Format::int8;
     const int stride = w.blocks * kBlock;
     const uint8_t* weights = w.data + static_cast<size_t>(panel) * w.blocks * block_bytes(format);
@@ -149,7 +166,7 @@ void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, c
         VF total[R];
         for (VF& each : total) each = set(0.0f);
         for (int block = 0; block < w.blocks; ++block) {
-            if (column == 0) ahead.fetch(block);
+            ahead.fetch();
             VI part[8];
             VF scale;
             if constexpr (four_bits) {
@@ -181,15 +198,15 @@ void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, c
 }
 
 template <int R>
-void tile_mxfp4(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, const Ahead& ahead) {
+void tile_mxfp4(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     tile_bytes<true, R>(w, panel, x, row, output, ahead);
 }
 template <int R>
-void tile_int8(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, const Ahead& ahead) {
+void tile_int8(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     tile_bytes<false, R>(w, panel, x, row, output, ahead);
 }
 
-using Tile = void (*)(const MatrixView&, int, const Activations&, int, const Output&, const Ahead&);
+using Tile = void (*)(const MatrixView&, int, const Activations&, int, const Output&, Ahead&);
 constexpr Tile kTilesBf16[] = {tile_bf16<1>, tile_bf16<2>, tile_bf16<3>, tile_bf16<4>,
                                tile_bf16<5>, tile_bf16<6>, tile_bf16<7>};
 constexpr Tile kTilesA16[] = {tile_mxfp4_a16<1>, tile_mxfp4_a16<2>, tile_mxfp4_a16<3>, tile_mxfp4_a16<4>,
@@ -206,7 +223,6 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
                         : w.format == Format::mxfp4 ? kTilesMxfp4
                                                     : kTilesA16;
     const int most = w.format == Format::bf16 ? kMaxRowsBf16 : kMaxRowsBytes;
-    const size_t panel_bytes = w.blocks * block_bytes(w.format);
     for (int begin = 0; begin < rows; begin += kRowBlock) {
         const int end = std::min(rows, begin + kRowBlock);
         const int parts = (end - begin + most - 1) / most;
@@ -214,18 +230,24 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
             const Output output{out + static_cast<size_t>(panel) * kPanel, out_stride,
                                 bias ? bias + static_cast<size_t>(panel) * kPanel : nullptr, accumulate,
                                 std::min(kPanel, w.n - panel * kPanel)};
-            // Each pass over this panel fetches its share of the next one.
-            const int lines = panel + 1 < last ? static_cast<int>(block_bytes(w.format) / 64) : 0;
+            const int vectors = w.format == Format::bf16 ? kColumnVectors : 1;
+            const int next = std::min(panel + 1, w.panels - 1);
+            Ahead ahead(w, next, parts * (kPanel / (vectors * W)));
             for (int part = 0; part < parts; ++part) {
                 const int from = begin + (end - begin) * part / parts;
                 const int to = begin + (end - begin) * (part + 1) / parts;
-                const int from_line = lines * part / parts, to_line = lines * (part + 1) / parts;
-                const Ahead ahead{w.data + (panel + 1) * panel_bytes + static_cast<size_t>(from_line) * w.blocks * 64,
-                                  to_line - from_line};
                 tiles[to - from - 1](w, panel, x, from, output, ahead);
             }
         }
     }
+}
+
+void fetch(const MatrixView& w, int panel) {
+    if (panel >= w.panels) return;
+    const size_t bytes = w.blocks * block_bytes(w.format), scales = w.blocks * scale_bytes(w.format);
+    for (size_t i = 0; i < bytes; i += 64)
+        w.streamed ? prefetch_once(w.data + panel * bytes + i) : prefetch(w.data + panel * bytes + i);
+    for (size_t i = 0; i < scales; i += 64) prefetch(w.scales + panel * scales + i);
 }
 
 void activate(const float* x, int k, int begin, int end, Format format, const Activations& to, int row) {
@@ -241,9 +263,13 @@ void activate(const float* x, int k, int begin, int end, Format format, const Ac
             for (int i = 0; i < kBlock; i += W) store_bf16(to.values + row * stride + at + i, load(values + i));
             continue;
         }
-        VF top = set(0.0f);
-        for (int i = 0; i < kBlock; i += W) top = max(top, abs(load(values + i)));
-        const float largest_value = largest(top);
+        // NaN and infinity, which the maximum would drop, times 0 are NaN and reach the scale.
+        VF top = set(0.0f), broken = set(0.0f);
+        for (int i = 0; i < kBlock; i += W) {
+            top = max(top, abs(load(values + i)));
+            broken = madd(load(values + i), set(0.0f), broken);
+        }
+        const float largest_value = largest(top) + sum(broken);
         const float inverse = largest_value > 1e-30f ? 127.0f / largest_value : 0.0f;
         int8_t* bytes = to.bytes + row * stride + at;
         VI total = seti(0);
@@ -345,13 +371,25 @@ void row(const MatrixView& w, int index, float* out) {
 }
 
 int argmax(const float* x, int count) {
-    VF best = set(-std::numeric_limits<float>::infinity());
+    const VF infinity = set(std::numeric_limits<float>::infinity());
+    VF best = sub(set(0.0f), infinity), beyond = set(0.0f);
     int i = 0;
-    for (; i + W <= count; i += W) best = max(best, load(x + i));
+    for (; i + W <= count; i += W) {
+        const VF values = load(x + i);
+        best = max(best, values);
+        beyond = max(beyond, select_less(values, infinity, set(0.0f), set(1.0f)));
+    }
     float top = largest(best);
-    for (; i < count; ++i) top = x[i] > top ? x[i] : top;
+    bool nan = largest(beyond) > 0.0f;
+    for (; i < count; ++i) {
+        top = x[i] > top ? x[i] : top;
+        nan |= x[i] != x[i];
+    }
+    if (nan)
+        for (i = 0; i < count; ++i)
+            if (x[i] != x[i]) return i;
     for (i = 0; i < count; ++i)
-        if (x[i] == top || x[i] != x[i]) return i;
+        if (x[i] == top) return i;
     return 0;
 }
 
@@ -409,29 +447,87 @@ int quantize_block(const float* x, uint8_t* codes) {
     return chosen + bias;
 }
 
-template <int R>
-void scores(const uint16_t* keys, const QueryTile& tile, int dim, VF scale, float* out) {
-    for (int column = 0; column < kPositions; column += W) {
-        VF acc[R];
-        for (VF& each : acc) each = set(0.0f);
-        for (int d = 0; d < dim; d += 2) {
-            const Pairs part = load_pairs(keys + d * kPositions + 2 * column);
-            for (int r = 0; r < R; ++r) acc[r] = dot(acc[r], part, set_pairs(tile.queries[r] + d));
-        }
-        for (int r = 0; r < R; ++r) store(out + r * kStep + column, mul(acc[r], scale));
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for 16 counters at once.
+void noise_words(uint64_t first, uint64_t seed, uint64_t position, uint32_t stream, uint32_t* words) {
+    constexpr int count = 16;
+    uint32_t counter[4][count];
+    for (int i = 0; i < count; ++i) {
+        counter[0][i] = static_cast<uint32_t>(first / 4 + i);
+        counter[1][i] = static_cast<uint32_t>(position);
+        counter[2][i] = static_cast<uint32_t>(position >> 32);
+        counter[3][i] = stream;
     }
+    uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+    for (int round = 0; round < 10; ++round) {
+        for (int i = 0; i < count; ++i) {
+            const uint64_t even = uint64_t{0xD2511F53} * counter[0][i], odd = uint64_t{0xCD9E8D57} * counter[2][i];
+            counter[0][i] = static_cast<uint32_t>(odd >> 32) ^ counter[1][i] ^ key[0];
+            counter[2][i] = static_cast<uint32_t>(even >> 32) ^ counter[3][i] ^ key[1];
+            counter[1][i] = static_cast<uint32_t>(odd);
+            counter[3][i] = static_cast<uint32_t>(even);
+        }
+        key[0] += 0x9E3779B9u;
+        key[1] += 0xBB67AE85u;
+    }
+    for (int i = 0; i < count; ++i)
+        for (int lane = 0; lane < 4; ++lane) words[4 * i + lane] = counter[lane][i];
 }
 
-// acc[r][C * W dimensions] over the step's blocks of values.
+// -log(-log u) >= best - score needs 1 - u <= 1 - exp(-p) <= p with p = exp(score - best).
+uint64_t contenders(const float* scores, const uint32_t* words, float best) {
+    uint64_t found = 0;
+    for (int i = 0; i < 64; i += W) {
+        float likely[W];
+        const VF bounded = sub(load(scores + i), set(best));
+        store(likely, exp(select_less(bounded, set(1.0f), bounded, set(1.0f))));
+        for (int lane = 0; lane < W; ++lane) {
+            const float rest = static_cast<float>(~words[i + lane]) * 0x1p-32f;
+            found |= static_cast<uint64_t>(rest <= likely[lane] * 1.001f + 0x1p-31f) << (i + lane);
+        }
+    }
+    return found;
+}
+
+#if defined(__AVX512F__)
+constexpr int kMixVectors = 4;
+constexpr int score_vectors(int rows) { return rows <= 3 ? 4 : 2; }
+#else
+constexpr int kMixVectors = 1;
+constexpr int score_vectors(int) { return 1; }
+#endif
+
+// Scores of R rows at the C * W positions from `position` of a step; keys lie in blocks of kPositions.
 template <int R, int C>
-void mix(const KVView& kv, const int32_t* pages, int first, int blocks, const uint16_t* weights, int dimension,
-         float* out) {
+void scores(const KVView& kv, const int32_t* pages, const QueryTile& tile, int first, int position, VF scale,
+            float* out) {
+    const uint16_t* keys[C];
+    for (int c = 0; c < C; ++c) {
+        const int at = first + position + c * W;
+        keys[c] = kv.block(pages, at) + 2 * (at % kPositions);
+    }
     VF acc[R][C];
     for (auto& each : acc)
         for (VF& part : each) part = set(0.0f);
-    for (int block = 0; block < blocks; ++block) {
-        const uint16_t* values =
-            kv.block(pages, first + block * kPositions) + kPositions * kv.padded_dim + 2 * dimension;
+    for (int d = 0; d < kv.head_dim; d += 2) {
+        Pairs part[C];
+        for (int c = 0; c < C; ++c) part[c] = load_pairs(keys[c] + d * kPositions);
+        for (int r = 0; r < R; ++r) {
+            const Pairs query = set_pairs(tile.queries[r] + d);
+            for (int c = 0; c < C; ++c) acc[r][c] = dot(acc[r][c], part[c], query);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(out + r * kStep + position + c * W, mul(acc[r][c], scale));
+}
+
+// C * W dimensions of R rows' mixtures over the step's blocks of values.
+template <int R, int C>
+void mix(const KVView& kv, uint16_t* const* blocks, int count, const uint16_t* weights, int dimension, float* out) {
+    VF acc[R][C];
+    for (auto& each : acc)
+        for (VF& part : each) part = set(0.0f);
+    for (int block = 0; block < count; ++block) {
+        const uint16_t* values = blocks[block] + kPositions * kv.padded_dim + 2 * dimension;
         for (int pair = 0; pair < kPositions / 2; ++pair) {
             Pairs part[C];
             for (int c = 0; c < C; ++c) part[c] = load_pairs(values + pair * 2 * kv.padded_dim + c * 2 * W);
@@ -445,74 +541,88 @@ void mix(const KVView& kv, const int32_t* pages, int first, int blocks, const ui
         for (int c = 0; c < C; ++c) store(out + r * kv.padded_dim + dimension + c * W, acc[r][c]);
 }
 
-// Softmax over fixed steps of kStep absolute positions: each step's maximum, weights and mixture are its own, and the
-// steps are merged in order. A position that a row may not see has weight 0 there, and a step without any that it may
-// see changes nothing, so a row's result does not depend on the other rows of its tile.
+// Softmax goes over fixed steps of kStep absolute positions: each has its own maximum, weights and mixture, and the
+// steps are merged in order. A position that a row may not see has weight 0, and a step without any that it may see
+// changes nothing, so a row's result depends neither on the other rows of its tile nor on who computes which step.
 template <int R>
-void attend(const KVView& kv, const int32_t* pages, const QueryTile& tile, float scale, float* scratch) {
-    float* score = scratch;
-    uint16_t* weights = reinterpret_cast<uint16_t*>(score + kQueries * kStep);
-    float* mixed = score + kQueries * (kStep + kStep / 2);
-    float* total = mixed + kQueries * kv.padded_dim;
-    float top[R], mass[R];
-    int begin = tile.begin[0], end = tile.end[0];
+void step(const KVView& kv, const int32_t* pages, const QueryTile& tile, int first, float scale, float* partial) {
+    constexpr float lowest = -std::numeric_limits<float>::infinity();
+    float score[R * kStep];
+    uint16_t weights[R * kStep];
+    uint16_t* blocks[kStep / kPositions];
+    int end = tile.end[0];
+    for (int r = 1; r < R; ++r) end = std::max(end, tile.end[r]);
+    const int count = (std::min(kStep, end - first) + kPositions - 1) / kPositions, length = count * kPositions;
+    for (int block = 0; block < count; ++block) {
+        blocks[block] = kv.block(pages, first + block * kPositions);
+        // Values are wanted soon, and hardware does not look beyond a page.
+        const uint16_t* values = blocks[block] + kPositions * kv.padded_dim;
+        for (int i = 0; i < kPositions * kv.padded_dim; i += 32) prefetch(values + i);
+    }
+    constexpr int C = score_vectors(R);
+    int position = 0;
+    for (; position + C * W <= length; position += C * W)
+        scores<R, C>(kv, pages, tile, first, position, set(scale), score);
+    for (; position < length; position += W) scores<R, 1>(kv, pages, tile, first, position, set(scale), score);
+    float* highest = partial + static_cast<size_t>(kQueries) * kv.padded_dim;
+    float* mass = highest + kQueries;
     for (int r = 0; r < R; ++r) {
-        top[r] = -std::numeric_limits<float>::infinity();
-        mass[r] = 0.0f;
-        begin = std::min(begin, tile.begin[r]);
-        end = std::max(end, tile.end[r]);
-    }
-    std::fill(total, total + R * kv.padded_dim, 0.0f);
-    for (int first = begin / kStep * kStep; first < end; first += kStep) {
-        const int blocks = (std::min(kStep, end - first) + kPositions - 1) / kPositions;
-        for (int block = 0; block < blocks; ++block)
-            scores<R>(kv.block(pages, first + block * kPositions), tile, kv.head_dim, set(scale),
-                      score + block * kPositions);
-        float step_top[R], step_mass[R];
-        for (int r = 0; r < R; ++r) {
-            float* own = score + r * kStep;
-            const int from = std::clamp(tile.begin[r] - first, 0, blocks * kPositions);
-            const int to = std::clamp(tile.end[r] - first, 0, blocks * kPositions);
-            std::fill(own, own + from, -std::numeric_limits<float>::infinity());
-            std::fill(own + to, own + blocks * kPositions, -std::numeric_limits<float>::infinity());
-            VF highest = set(-std::numeric_limits<float>::infinity());
-            for (int i = 0; i < blocks * kPositions; i += W) highest = max(highest, load(own + i));
-            step_top[r] = from < to ? largest(highest) : 0.0f;
-            VF all = set(0.0f);
-            for (int i = 0; i < blocks * kPositions; i += W) {
-                const VF weight = exp(sub(load(own + i), set(step_top[r])));
-                all = add(all, weight);
-                store_bf16(weights + r * kStep + i, weight);
-            }
-            step_mass[r] = sum(all);
+        float* own = score + r * kStep;
+        const int from = std::clamp(tile.begin[r] - first, 0, length), to = std::clamp(tile.end[r] - first, 0, length);
+        std::fill(own, own + from, lowest);
+        std::fill(own + std::max(from, to), own + length, lowest);
+        VF top = set(lowest);
+        for (int i = 0; i < length; i += W) top = max(top, load(own + i));
+        highest[r] = from < to ? largest(top) : lowest;
+        const VF shift = set(from < to ? highest[r] : 0.0f);
+        VF all = set(0.0f);
+        for (int i = 0; i < length; i += W) {
+            const VF weight = exp(sub(load(own + i), shift));
+            all = add(all, weight);
+            store_bf16(weights + r * kStep + i, weight);
         }
-        int dimension = 0;
-        for (; dimension + 2 * W <= kv.padded_dim; dimension += 2 * W)
-            mix<R, 2>(kv, pages, first, blocks, weights, dimension, mixed);
-        for (; dimension < kv.padded_dim; dimension += W)
-            mix<R, 1>(kv, pages, first, blocks, weights, dimension, mixed);
-        for (int r = 0; r < R; ++r) {
-            if (step_mass[r] == 0.0f) continue;
-            const float highest = std::max(top[r], step_top[r]);
-            const VF difference = exp(set(top[r] - highest)), own_difference = exp(set(step_top[r] - highest));
-            float lanes[2][W];
-            store(lanes[0], difference);
-            store(lanes[1], own_difference);
-            mass[r] = mass[r] * lanes[0][0] + step_mass[r] * lanes[1][0];
-            float* sums = total + r * kv.padded_dim;
-            for (int d = 0; d < kv.padded_dim; d += W)
-                store(sums + d, madd(load(mixed + r * kv.padded_dim + d), own_difference, mul(load(sums + d), difference)));
-            top[r] = highest;
-        }
+        mass[r] = sum(all);
     }
-    for (int r = 0; r < R; ++r)
-        for (int d = 0; d < kv.head_dim; ++d) tile.out[r][d] = total[r * kv.padded_dim + d] / mass[r];
+    int dimension = 0;
+    for (; dimension + kMixVectors * W <= kv.padded_dim; dimension += kMixVectors * W)
+        mix<R, kMixVectors>(kv, blocks, count, weights, dimension, partial);
+    for (; dimension < kv.padded_dim; dimension += W) mix<R, 1>(kv, blocks, count, weights, dimension, partial);
 }
 
-void attention(const KVView& kv, const int32_t* pages, const QueryTile& tile, float scale, float* scratch) {
-    using Attend = void (*)(const KVView&, const int32_t*, const QueryTile&, float, float*);
-    constexpr Attend kByRows[] = {attend<1>, attend<2>, attend<3>, attend<4>, attend<5>, attend<6>, attend<7>, attend<8>};
-    kByRows[tile.rows - 1](kv, pages, tile, scale, scratch);
+void attention_step(const KVView& kv, const int32_t* pages, const QueryTile& tile, int first, float scale,
+                    float* partial) {
+    using Step = void (*)(const KVView&, const int32_t*, const QueryTile&, int, float, float*);
+    constexpr Step kByRows[kQueries] = {step<1>, step<2>, step<3>, step<4>, step<5>, step<6>};
+    kByRows[tile.rows - 1](kv, pages, tile, first, scale, partial);
+}
+
+void attention_merge(const QueryTile& tile, const float* partials, int steps, size_t stride, int head_dim,
+                     int padded_dim) {
+    const float* highest = partials + static_cast<size_t>(kQueries) * padded_dim;
+    const float* mass = highest + kQueries;
+    for (int r = 0; r < tile.rows; ++r) {
+        float top = -std::numeric_limits<float>::infinity(), total = 0.0f;
+        for (int s = 0; s < steps; ++s) top = std::max(top, highest[s * stride + r]);
+        // exp(-inf) is 0: a step in which the row sees nothing.
+        for (int s = 0; s < steps; ++s) {
+            float factor[W];
+            store(factor, exp(set(highest[s * stride + r] - top)));
+            total += mass[s * stride + r] * factor[0];
+        }
+        for (int d = 0; d < head_dim; d += W) {
+            VF acc = set(0.0f);
+            for (int s = 0; s < steps; ++s)
+                acc = madd(load(partials + s * stride + r * padded_dim + d), exp(set(highest[s * stride + r] - top)), acc);
+            const VF result = div(acc, set(total));
+            if (d + W <= head_dim) {
+                store(tile.out[r] + d, result);
+            } else {
+                float lanes[W];
+                store(lanes, result);
+                std::copy(lanes, lanes + (head_dim - d), tile.out[r] + d);
+            }
+        }
+    }
 }
 
 }  // namespace
@@ -521,8 +631,9 @@ void attention(const KVView& kv, const int32_t* pages, const QueryTile& tile, fl
 
 namespace foredraft {
 extern const Kernels FOREDRAFT_TABLE = {
-    FOREDRAFT_ISA_NAME,      FOREDRAFT_ISA::linear,   FOREDRAFT_ISA::activate, FOREDRAFT_ISA::rms_norm,
+    FOREDRAFT_ISA_NAME,      FOREDRAFT_ISA::linear, FOREDRAFT_ISA::fetch,  FOREDRAFT_ISA::activate, FOREDRAFT_ISA::rms_norm,
     FOREDRAFT_ISA::rope,     FOREDRAFT_ISA::silu_mul, FOREDRAFT_ISA::to_bf16,  FOREDRAFT_ISA::row,
-    FOREDRAFT_ISA::argmax,   FOREDRAFT_ISA::quantize_block, FOREDRAFT_ISA::attention,
+    FOREDRAFT_ISA::argmax,   FOREDRAFT_ISA::quantize_block, FOREDRAFT_ISA::noise_words, FOREDRAFT_ISA::contenders, FOREDRAFT_ISA::attention_step,
+    FOREDRAFT_ISA::attention_merge,
 };
 }  // namespace foredraft

@@ -45,24 +45,41 @@ void require_finite(bool finite) {
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes) {
     if (!bytes) return;
-    constexpr size_t large_page = size_t{1} << 21;
-    const size_t alignment = bytes >= large_page ? large_page : 64;
-    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-    data_ = static_cast<uint8_t*>(std::aligned_alloc(alignment, rounded));
-    if (!data_) throw std::bad_alloc();
 #if defined(__linux__)
-    // Whole large pages only: the rest of the last one would be memory for nothing.
-    if (alignment == large_page) madvise(data_, bytes / large_page * large_page, MADV_HUGEPAGE);
+    constexpr size_t large_page = size_t{1} << 21;
+    if (bytes >= large_page) {
+        mapped_ = bytes + large_page;
+        void* start = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (start == MAP_FAILED) throw std::bad_alloc();
+        start_ = start;
+        const uintptr_t address = reinterpret_cast<uintptr_t>(start);
+        data_ = reinterpret_cast<uint8_t*>((address + large_page - 1) / large_page * large_page);
+        // Whole large pages only: the rest of the last one would be memory for nothing.
+        madvise(data_, bytes / large_page * large_page, MADV_HUGEPAGE);
+        return;
+    }
 #endif
+    start_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!start_) throw std::bad_alloc();
+    data_ = static_cast<uint8_t*>(start_);
     std::memset(data_, 0, bytes);
 }
 
-Buffer::~Buffer() { std::free(data_); }
+Buffer::~Buffer() {
+#if defined(__linux__)
+    if (mapped_) {
+        munmap(start_, mapped_);
+        return;
+    }
+#endif
+    std::free(start_);
+}
 
-Buffer::Buffer(Buffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
+    std::swap(start_, other.start_);
+    std::swap(mapped_, other.mapped_);
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
     return *this;
@@ -93,7 +110,7 @@ Matrix::Matrix(Format format, int n, int k) {
     const int panels = (n + kPanel - 1) / kPanel, blocks = (k + kBlock - 1) / kBlock;
     data_ = Buffer(static_cast<size_t>(panels) * blocks * block_bytes(format));
     scales_ = Buffer(static_cast<size_t>(panels) * blocks * scale_bytes(format));
-    view_ = {format, n, k, panels, blocks, data_.data(), scales_.data()};
+    view_ = {format, n, k, panels, blocks, data_.data(), scales_.data(), false};
 }
 
 void Matrix::put_mxfp4(int row, int block, const uint8_t codes[kBlock], uint8_t scale) {

@@ -22,6 +22,8 @@ class Buffer {
     size_t size() const { return bytes_; }
 
    private:
+    void* start_ = nullptr;
+    size_t mapped_ = 0;
     uint8_t* data_ = nullptr;
     size_t bytes_ = 0;
 };
@@ -35,6 +37,7 @@ class Matrix {
     static std::shared_ptr<Matrix> from_mxfp4(const uint8_t* codes, const uint8_t* scales, int n, int k, Format format);
 
     const MatrixView& view() const { return view_; }
+    void set_streamed() { view_.streamed = true; }
     size_t bytes() const { return data_.size() + scales_.size(); }
 
    private:

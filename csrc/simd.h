@@ -64,13 +64,7 @@ inline VF load_bf16(const uint16_t* p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
 inline void store_bf16(uint16_t* p, VF v) {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), seti(1));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, seti(0x7fff))), 16);
-    const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), seti(0x40));
-    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
 inline void store_int8(int8_t* p, VI v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 // 2^(byte - 127); byte 0, which would be subnormal, gives 0.
@@ -121,6 +115,8 @@ struct WordTable {
 };
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Without a place in the last cache, which is left to what comes back sooner.
+inline void prefetch_once(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_NTA); }
 
 #elif defined(__AVX2__)
 
@@ -205,6 +201,7 @@ struct ByteTable {
 };
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_once(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_NTA); }
 
 #else
 
@@ -295,6 +292,7 @@ struct ByteTable {
 };
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
 #endif
 

@@ -102,7 +102,13 @@ ThreadPool& ThreadPool::instance() {
     return *pool;
 }
 
-ThreadPool::ThreadPool() { threads_ = available_threads(); }
+ThreadPool::ThreadPool() {
+    threads_ = available_threads();
+    for (const char* name : {"OMP_NUM_THREADS", "FOREDRAFT_THREADS"}) {
+        const char* value = std::getenv(name);
+        if (value && std::atoi(value) > 0) threads_ = std::atoi(value);
+    }
+}
 
 ThreadPool::~ThreadPool() { stop(); }
 
@@ -137,9 +143,10 @@ void ThreadPool::stop() {
     workers_.clear();
 }
 
-void ThreadPool::run(const std::function<void(const Team&)>& work) {
+void ThreadPool::run(const std::function<void(const Team&)>& work, const std::function<void(int)>& prepare) {
     std::lock_guard<std::mutex> turn(turn_);
     start(threads_ - 1);
+    if (prepare) prepare(threads_);
     const Team team(0, threads_, arrived_, phase_);
     if (threads_ > 1) {
         work_ = &work;

@@ -40,8 +40,9 @@ class ThreadPool {
     void set_threads(int threads);
     int threads() const { return threads_; }
 
-    // Runs `work` on every thread, the caller's included. One region at a time: others wait for their turn.
-    void run(const std::function<void(const Team&)>& work);
+    // Runs `work` on every thread, the caller's included. One region at a time: others wait for their turn. `prepare`
+    // runs first, within the turn, with the number of threads.
+    void run(const std::function<void(const Team&)>& work, const std::function<void(int)>& prepare = {});
 
     ~ThreadPool();
 

@@ -191,7 +191,18 @@ def llama_bench(llama: Path, threads: int, model: Path, *arguments: str) -> floa
 
 def llama_perplexity(llama: Path, threads: int, model: Path, text: Path, window: int) -> tuple[float, int]:
     """Perplexity as llama-perplexity computes it, and the number of windows."""
-    command: Command = [llama / "llama-perplexity", "-m", model, "-t", str(threads), "-f", text, "-c", str(window), "--no-escape"]
+    command: Command = [
+        llama / "llama-perplexity",
+        "-m",
+        model,
+        "-t",
+        str(threads),
+        "-f",
+        text,
+        "-c",
+        str(window),
+        "--no-escape",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     said = result.stdout + result.stderr
     found = re.search(r"Final estimate: PPL = ([0-9.]+)", said)

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.models.config import ModelConfig, RopeConfig
 from foredraft.models.gguf import GGUFFile
-from foredraft.models.layers import Weights
+from foredraft.models.layers import Weights, dense
 from foredraft.models.loading import embedded_file, folder_weights
 from foredraft.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ def write_drafter(folder: Path, target: Path, path: Path) -> None:
     writer.add_mask_token_id(config.mask_token_id)
     writer.add_uint32("dflash.block_size", config.block_size)
     writer.add_array("dflash.target_layers", [index + 1 for index in config.target_layer_ids])
-    read = folder_weights(folder, torch.float32)
+    read = _reader(folder_weights(folder, torch.float32), torch.float32)
     names = _layer_names(shape)
     tensors = [(names[name], read(name.removeprefix("model."))) for name in names if ".layers." in name]
     tensors += [("fc.weight", weights.fc), ("enc.output_norm.weight", weights.context_norm)]
@@ -112,8 +112,8 @@ def write_drafter(folder: Path, target: Path, path: Path) -> None:
     rounded = [_rounded(name, tensor.numpy()) for name, tensor in tensors]
     if weights.draft_vocab is not None:
         file = GGUFFile(target)
-        head = file.weights(file.config(), torch.float32)("model.embed_tokens.weight")[weights.draft_vocab]
-        rounded.append(_rounded("output.weight", head.numpy()))
+        head = _reader(file.weights(file.config(), torch.float32), torch.float32)("model.embed_tokens.weight")
+        rounded.append(_rounded("output.weight", head[weights.draft_vocab].numpy()))
         rounded.append(("d2t", weights.draft_vocab.numpy(), GGMLQuantizationType.I64))
     _write(writer, rounded)
 
@@ -123,7 +123,7 @@ def write_folder(source: Path, folder: Path) -> None:
     file = GGUFFile(source)
     config = file.config()
     folder.mkdir(parents=True)
-    read = file.weights(config, torch.bfloat16)
+    read = _reader(file.weights(config, torch.bfloat16), torch.bfloat16)
     save_file({name: read(name).contiguous() for name in _tensor_shapes(config)}, folder / "model.safetensors")
     _write_config(folder, config, "LlamaForCausalLM")
     write_tokenizer(file, folder)
@@ -139,7 +139,7 @@ def write_large(work: Path) -> Path:
 
 def write_large_gguf(folder: Path, path: Path) -> None:
     """The random model for llama.cpp in bfloat16."""
-    read: Weights = folder_weights(folder, torch.bfloat16)
+    read = _reader(folder_weights(folder, torch.bfloat16), torch.bfloat16)
     writer = GGUFWriter(path, "qwen3")
     _copy_metadata(GGUFReader(embedded_file()), writer, "tokenizer.")
     missing = LARGE.vocab_size - len(writer.kv_data[0]["tokenizer.ggml.tokens"].value)
@@ -167,7 +167,11 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def _once(path: Path, write: Any) -> None:
+def _reader(weights: Weights, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    return lambda name: dense(weights(name), dtype)
+
+
+def _once(path: Path, write: Callable[[Path], None]) -> None:
     """Write to a neighbour first, so that what bears the name is whole."""
     partial = path.with_name(f"partial-{path.name}")
     if partial.is_dir():

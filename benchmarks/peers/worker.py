@@ -8,8 +8,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,19 +17,25 @@ import torch
 
 from foredraft import LLM, SamplingParams
 from foredraft.models.batch import flat_batch
+from foredraft.models.loading import Quantization
+from foredraft.models.native import NativeDecoder
+from foredraft.ops import native
 
 ENGINES: dict[str, LLM] = {}
 """Engines of this process by name; all of them share one target."""
 
 
-def open_target(model: str, quantization: str) -> dict[str, Any]:
+def open_target(model: str, quantization: Quantization) -> dict[str, Any]:
     """Load the target of this process, and make the engine ``plain``. Sizes in bytes."""
-    ENGINES["plain"] = LLM(model, quantization=quantization)
+    ENGINES["plain"] = LLM(model, quantization=quantization, kernels="native")
     target = ENGINES["plain"].target.model
-    gc.collect()
+    assert isinstance(target.decoder, NativeDecoder)
+    streamed = target.decoder.weight_bytes + target.head.nbytes
+    apart = target.embeddings is not target.head
     return {
-        "weight_bytes": byte_count([target.embeddings, target.head, target.final_norm, target.layers]),
-        "streamed_bytes": byte_count([target.head, target.final_norm, target.layers]),
+        "streamed_bytes": streamed,
+        "weight_bytes": streamed + (target.embeddings.nbytes if apart else 0),
+        "isa": native.isa(),
     }
 
 
@@ -96,11 +101,12 @@ def score(windows: Sequence[list[int]]) -> dict[str, Any]:
     The rows of llama-perplexity: position n/2 to n-2 predict the token after each of them.
     """
     target = ENGINES["plain"].target.model
+    cache = target.new_cache()
     total, count = 0.0, 0
     for window in windows:
         half = len(window) // 2
         wanted = len(window) - half
-        logits = target.forward(flat_batch([window], [0], [0], [wanted]), target.new_cache()).logits
+        logits = target.forward(flat_batch([window], [0], [0], [wanted]), cache).logits
         likelihoods = torch.log_softmax(logits[:-1].double(), dim=-1)
         total -= float(likelihoods[torch.arange(wanted - 1), torch.tensor(window[half + 1 :])].sum())
         count += wanted - 1
@@ -119,27 +125,6 @@ def status_bytes(name: str) -> int:
         if key == name:
             return int(value.split()[0]) * 1024
     raise RuntimeError(f"/proc/self/status has no {name}")
-
-
-def byte_count(root: Any) -> int:
-    """Bytes of all arrays within an object, each piece of memory once."""
-    return sum({_place(tensor): tensor.nbytes for tensor in _tensors(root)}.values())
-
-
-def _place(tensor: torch.Tensor) -> int:
-    # PyTorch's packed weights (oneDNN) have no address; none of them is another's view.
-    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
 
 
 ANSWERS = {function.__name__: function for function in (open_target, open_engine, generate, rows, score, memory)}

@@ -106,7 +106,7 @@ class DFlashDrafter:
         assert taps is not None
         committed = batch.first_rows(accepted)
         if committed.rows is not None:
-            taps = taps[committed.rows]
+            taps = taps.index_select(0, committed.rows)
         context = context_features(self._fc, self._context_norm, taps, self.config.layers.rms_norm_eps, self._ops)
         self._decoder.inject(context, committed.batch, self._cache)
         for slot, end in zip(batch.slots, committed.batch.ends, strict=True):
@@ -131,10 +131,11 @@ class DFlashDrafter:
         )
         hidden = self._ops.embedding(batch.token_ids, self._embeddings)
         hidden, _ = self._decoder.forward(hidden, batch, self._cache, ())
-        normed = self._ops.rms_norm(hidden[batch.logit_rows], self._norm, self.config.layers.rms_norm_eps)
+        masked = hidden.index_select(0, batch.logit_rows)
+        normed = self._ops.rms_norm(masked, self._norm, self.config.layers.rms_norm_eps)
         best = self._ops.argmax(self._ops.linear(normed, self._head, None))
         if self._draft_vocab is not None:
-            best = self._draft_vocab[best]
+            best = self._draft_vocab.index_select(0, best)
         return [Proposal(tuple(row)) for row in best.view(len(requests), count).tolist()]
 
     def release(self, slot: int) -> None:

@@ -1,7 +1,7 @@
 """From logits to tokens: what the target samples after each row, and the log-probabilities it reports.
 
-Everything here runs on the CPU in numpy, one row at a time: a vocabulary is far too small to be worth a
-thread pool, and a row's result then depends on that row alone, on every device the logits came from.
+Everything here runs on the CPU, one row at a time: a row's result then depends on that row alone, on every device the
+logits came from. The native library takes over the two searches through the vocabulary, where it is built.
 """
 
 import math
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.engine.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel
+from foredraft.ops import native
 from foredraft.sampling_params import SamplingParams
 
 Row: TypeAlias = NDArray[np.floating[Any]]
@@ -86,7 +87,8 @@ def greedy_rows(logits: Tensor) -> list[int]:
     The rows may belong to different sequences. Raises `RuntimeError` on NaN.
     """
     rows = _array(logits)
-    tokens = rows.argmax(-1)
+    fast = rows.dtype == np.float32 and native.unavailable() is None
+    tokens = native.argmax(torch.from_numpy(rows)).numpy() if fast else rows.argmax(-1)
     _require_finite(rows[np.arange(len(rows)), tokens])
     chosen: list[int] = tokens.tolist()
     return chosen
@@ -212,6 +214,10 @@ def _require_finite(maximum: float | Row) -> None:
 def _sample(scores: Row, params: SamplingParams, position: int, seed: int) -> int:
     if params.greedy:
         return int(scores.argmax())
+    if scores.dtype == np.float32 and native.unavailable() is None:
+        winner = native.gumbel_argmax(scores, seed, position, Stream.TARGET)
+        _require_finite(0.0 if winner >= 0 else math.nan)
+        return winner
     return gumbel_argmax(scores, partial(gumbel, seed, position, stream=Stream.TARGET))
 
 

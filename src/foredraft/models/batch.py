@@ -41,8 +41,8 @@ class Batch:
         rows = torch.tensor(kept, dtype=torch.int64, device=self.positions.device)
         part = replace(
             self,
-            token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
+            token_ids=self.token_ids.index_select(0, rows),
+            positions=self.positions.index_select(0, rows),
             counts=tuple(counts),
             logit_rows=rows[:0],
         )

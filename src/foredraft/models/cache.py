@@ -150,7 +150,9 @@ class PagedCache:
             self._free.extend(range(self.pool.pages - 1, existing - 1, -1))
         rows, columns = self._tables.shape
         if slot >= rows or len(owned) >= columns:
-            grown = np.zeros((max(slot + 1, rows), max(2 * columns, len(owned) + 1, 8)), dtype=np.int32)
+            more_rows = rows if slot < rows else max(2 * rows, slot + 1)
+            more_columns = columns if len(owned) < columns else max(2 * columns, len(owned) + 1, 8)
+            grown = np.zeros((more_rows, more_columns), dtype=np.int32)
             grown[:rows, :columns] = self._tables
             self._tables = grown
         page = self._free.pop()

@@ -166,6 +166,7 @@ class DecoderModel:
         """
         hidden = self.ops.embedding(batch.token_ids, self.embeddings)
         hidden, tapped = self.decoder.forward(hidden, batch, cache, taps)
-        wanted = hidden if len(batch.logit_rows) == len(hidden) else hidden[batch.logit_rows]
+        # Not hidden[rows]: PyTorch would wake its own threads, which keep the processors from the kernels' threads.
+        wanted = hidden if len(batch.logit_rows) == len(hidden) else hidden.index_select(0, batch.logit_rows)
         normed = self.ops.rms_norm(wanted, self.final_norm, self.config.rms_norm_eps)
         return TargetOutput(logits=self.ops.linear(normed, self.head, None), taps=tapped)
