@@ -36,6 +36,11 @@ constexpr int kMaxRowsBf16 = 4, kMaxRowsBytes = 4, kColumnVectors = 1;
 constexpr int kMaxRowsBf16 = 4, kMaxRowsBytes = 4, kColumnVectors = 1;
 #endif
 
+// Vectors of columns that a tile of `rows` takes at once: as many as the registers hold.
+constexpr int column_vectors(Format format, int rows) {
+    return format == Format::bf16 || rows <= 2 ? kColumnVectors : 1;
+}
+
 // Rows whose activations stay in the second-level cache while the panels pass by.
 constexpr int kRowBlock = 96;
 
@@ -61,9 +66,12 @@ struct Output {
 };
 
 // The next panel is fetched while this one is multiplied: on each visit of a block so many of its cache lines.
+// Larger panels would fall out of the first cache before their turn.
+constexpr size_t kOnceBytes = 16 << 10;
+
 class Ahead {
    public:
-    Ahead(const MatrixView& w, int panel, int passes) : once_(w.streamed) {
+    Ahead(const MatrixView& w, int panel, int passes) : once_(w.streamed && w.blocks * block_bytes(w.format) <= kOnceBytes) {
         const size_t bytes = w.blocks * block_bytes(w.format), scales = w.blocks * scale_bytes(w.format);
         const int visits = passes * w.blocks;
         at_ = w.data + panel * bytes;
@@ -120,41 +128,48 @@ void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, co
 }
 
 template <int R>
-void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output,
-                    Ahead& ahead) {
+void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
+    constexpr int C = column_vectors(Format::mxfp4_a16, R);
     const int stride = w.blocks * kBlock;
     const uint8_t* codes = w.data + static_cast<size_t>(panel) * w.blocks * block_bytes(Format::mxfp4);
     const uint8_t* scales = w.scales + static_cast<size_t>(panel) * w.blocks * kPanel;
     const uint16_t* rows = x.values + static_cast<size_t>(row) * stride;
     const WordTable table(kCodeWords);
-    for (int column = 0; column < kPanel; column += W) {
-        VF total[R];
-        for (VF& each : total) each = set(0.0f);
+    for (int column = 0; column < kPanel; column += C * W) {
+        VF total[R][C];
+        for (auto& each : total)
+            for (VF& part : each) part = set(0.0f);
         for (int block = 0; block < w.blocks; ++block) {
-            VF acc[R];
-            for (VF& each : acc) each = set(0.0f);
-            const uint8_t* at = codes + static_cast<size_t>(block) * kBlock * kPanel / 2 +
-                                column / kHalf * (kBlock * kHalf / 2) + column % kHalf * 4;
             ahead.fetch();
-            for (int group = 0; group < 4; ++group) {
-                const uint8_t* words = at + group * 4 * kHalf;
-                const Pairs part[4] = {table.at<0>(words), table.at<1>(words), table.at<2>(words), table.at<3>(words)};
-                for (int pair = 0; pair < 4; ++pair)
-                    for (int r = 0; r < R; ++r)
-                        acc[r] = dot(acc[r], part[pair],
-                                     set_pairs(rows + static_cast<size_t>(r) * stride + block * kBlock + 8 * group +
-                                               2 * pair));
+            for (int c = 0; c < C; ++c) {
+                const int at = column + c * W;
+                VF acc[R];
+                for (VF& each : acc) each = set(0.0f);
+                const uint8_t* from = codes + static_cast<size_t>(block) * kBlock * kPanel / 2 +
+                                      at / kHalf * (kBlock * kHalf / 2) + at % kHalf * 4;
+                for (int group = 0; group < 4; ++group) {
+                    const uint8_t* words = from + group * 4 * kHalf;
+                    const Pairs part[4] = {table.at<0>(words), table.at<1>(words), table.at<2>(words),
+                                           table.at<3>(words)};
+                    for (int pair = 0; pair < 4; ++pair)
+                        for (int r = 0; r < R; ++r)
+                            acc[r] = dot(acc[r], part[pair],
+                                         set_pairs(rows + static_cast<size_t>(r) * stride + block * kBlock +
+                                                   8 * group + 2 * pair));
+                }
+                const VF scale = load_e8m0(scales + block * kPanel + at);
+                for (int r = 0; r < R; ++r) total[r][c] = madd(acc[r], scale, total[r][c]);
             }
-            const VF scale = load_e8m0(scales + block * kPanel + column);
-            for (int r = 0; r < R; ++r) total[r] = madd(acc[r], scale, total[r]);
         }
-        for (int r = 0; r < R; ++r) output.put(row + r, column, total[r]);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) output.put(row + r, column + c * W, total[r][c]);
     }
 }
 
 template <bool four_bits, int R>
 void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     constexpr Format format = four_bits ? Format::mxfp4 : Format::int8;
+    constexpr int C = column_vectors(format, R);
     const int stride = w.blocks * kBlock;
     const uint8_t* weights = w.data + static_cast<size_t>(panel) * w.blocks * block_bytes(format);
     const uint8_t* scales = w.scales + static_cast<size_t>(panel) * w.blocks * scale_bytes(format);
@@ -162,38 +177,44 @@ void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, c
     const float* row_scales = x.scales + static_cast<size_t>(row) * w.blocks;
     const int32_t* offsets = x.offsets + static_cast<size_t>(row) * w.blocks;
     const ByteTable table(kCodeBytes);
-    for (int column = 0; column < kPanel; column += W) {
-        VF total[R];
-        for (VF& each : total) each = set(0.0f);
+    for (int column = 0; column < kPanel; column += C * W) {
+        VF total[R][C];
+        for (auto& each : total)
+            for (VF& part : each) part = set(0.0f);
         for (int block = 0; block < w.blocks; ++block) {
             ahead.fetch();
-            VI part[8];
-            VF scale;
-            if constexpr (four_bits) {
-                const uint8_t* at = weights + static_cast<size_t>(block) * block_bytes(format) +
-                                    column / kHalf * (kBlock * kHalf / 2) + column % kHalf * 4;
-                for (int group = 0; group < 4; ++group) {
-                    const VI codes = load_bytes(at + group * 4 * kHalf);
-                    part[2 * group] = table.low(codes);
-                    part[2 * group + 1] = table.high(codes);
+            for (int c = 0; c < C; ++c) {
+                const int at = column + c * W;
+                VI part[8];
+                VF scale;
+                if constexpr (four_bits) {
+                    const uint8_t* from = weights + static_cast<size_t>(block) * block_bytes(format) +
+                                          at / kHalf * (kBlock * kHalf / 2) + at % kHalf * 4;
+                    for (int group = 0; group < 4; ++group) {
+                        const VI codes = load_bytes(from + group * 4 * kHalf);
+                        part[2 * group] = table.low(codes);
+                        part[2 * group + 1] = table.high(codes);
+                    }
+                    scale = load_e8m0(scales + block * kPanel + at);
+                } else {
+                    const uint8_t* from = weights + static_cast<size_t>(block) * block_bytes(format) + 4 * at;
+                    for (int quad = 0; quad < 8; ++quad) part[quad] = load_bytes(from + quad * 4 * kPanel);
+                    scale = load_bf16(reinterpret_cast<const uint16_t*>(scales) + block * kPanel + at);
                 }
-                scale = load_e8m0(scales + block * kPanel + column);
-            } else {
-                const uint8_t* at = weights + static_cast<size_t>(block) * block_bytes(format) + 4 * column;
-                for (int quad = 0; quad < 8; ++quad) part[quad] = load_bytes(at + quad * 4 * kPanel);
-                scale = load_bf16(reinterpret_cast<const uint16_t*>(scales) + block * kPanel + column);
-            }
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                VI acc = seti(offsets[static_cast<size_t>(r) * w.blocks + block]);
-                for (int quad = 0; quad < 8; ++quad)
-                    acc = dot<four_bits>(
-                        acc, part[quad], set_quad(rows + static_cast<size_t>(r) * stride + block * kBlock + 4 * quad));
-                const VF both = mul(scale, set(row_scales[static_cast<size_t>(r) * w.blocks + block]));
-                total[r] = madd(to_float(acc), both, total[r]);
+                for (int r = 0; r < R; ++r) {
+                    VI acc = seti(offsets[static_cast<size_t>(r) * w.blocks + block]);
+                    for (int quad = 0; quad < 8; ++quad)
+                        acc = dot<four_bits>(
+                            acc, part[quad],
+                            set_quad(rows + static_cast<size_t>(r) * stride + block * kBlock + 4 * quad));
+                    const VF both = mul(scale, set(row_scales[static_cast<size_t>(r) * w.blocks + block]));
+                    total[r][c] = madd(to_float(acc), both, total[r][c]);
+                }
             }
         }
-        for (int r = 0; r < R; ++r) output.put(row + r, column, total[r]);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) output.put(row + r, column + c * W, total[r][c]);
     }
 }
 
@@ -230,9 +251,8 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
             const Output output{out + static_cast<size_t>(panel) * kPanel, out_stride,
                                 bias ? bias + static_cast<size_t>(panel) * kPanel : nullptr, accumulate,
                                 std::min(kPanel, w.n - panel * kPanel)};
-            const int vectors = w.format == Format::bf16 ? kColumnVectors : 1;
-            const int next = std::min(panel + 1, w.panels - 1);
-            Ahead ahead(w, next, parts * (kPanel / (vectors * W)));
+            const int vectors = column_vectors(w.format, (end - begin + parts - 1) / parts);
+            Ahead ahead(w, std::min(panel + 1, w.panels - 1), parts * (kPanel / (vectors * W)));
             for (int part = 0; part < parts; ++part) {
                 const int from = begin + (end - begin) * part / parts;
                 const int to = begin + (end - begin) * (part + 1) / parts;

@@ -11,6 +11,9 @@
 
 #include "threads.h"
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -48,14 +51,16 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
 #if defined(__linux__)
     constexpr size_t large_page = size_t{1} << 21;
     if (bytes >= large_page) {
-        mapped_ = bytes + large_page;
+        mapped_ = (bytes / large_page + 2) * large_page;
         void* start = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (start == MAP_FAILED) throw std::bad_alloc();
         start_ = start;
         const uintptr_t address = reinterpret_cast<uintptr_t>(start);
         data_ = reinterpret_cast<uint8_t*>((address + large_page - 1) / large_page * large_page);
         // Whole large pages only: the rest of the last one would be memory for nothing.
-        madvise(data_, bytes / large_page * large_page, MADV_HUGEPAGE);
+        const size_t whole = bytes / large_page * large_page;
+        madvise(data_, whole, MADV_HUGEPAGE);
+        madvise(data_ + whole, large_page, MADV_NOHUGEPAGE);
         return;
     }
 #endif
@@ -104,6 +109,12 @@ void quantize_mxfp4(const uint16_t* weights, int n, int k, uint8_t* codes, uint8
             }
     });
     require_finite(finite);
+}
+
+void release_free_memory() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }
 
 Matrix::Matrix(Format format, int n, int k) {

@@ -48,6 +48,9 @@ class Matrix {
     MatrixView view_;
 };
 
+// Gives memory that the C library keeps for later back to the system.
+void release_free_memory();
+
 // MXFP4 of bfloat16 weights [n, k] in the checkpoint's layout (see from_mxfp4). k: a multiple of 32.
 void quantize_mxfp4(const uint16_t* weights, int n, int k, uint8_t* codes, uint8_t* scales);
 

@@ -171,6 +171,7 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         embedding(table, at<const int64_t>(ids), rows, at<float>(out));
     });
+    m.def("release_free_memory", &release_free_memory);
     m.def("quantize_mxfp4", [](Address weights, int n, int k, Address codes, Address scales) {
         nb::gil_scoped_release release;
         quantize_mxfp4(at<const uint16_t>(weights), n, k, at<uint8_t>(codes), at<uint8_t>(scales));

@@ -23,7 +23,7 @@ from foredraft.models.layers import (
 )
 from foredraft.models.native import NativeDecoder
 from foredraft.models.rope import RotaryTable, inverse_frequencies
-from foredraft.ops import NATIVE, REFERENCE, Format, Operations, Weight
+from foredraft.ops import NATIVE, REFERENCE, Format, Operations, Weight, native
 from foredraft.ops.plan import Visibility
 
 
@@ -146,6 +146,9 @@ class DecoderModel:
             self.head = ops.pack(head if ops is NATIVE else dense(head, self.dtype), precision.head)
         else:
             self.head = self.embeddings if ops is NATIVE else ops.pack(embeddings, "bf16")
+        if ops is NATIVE:
+            del embeddings
+            native.release_free_memory()
 
     def head_rows(self, token_ids: Tensor | None) -> Tensor:
         """The head's rows for ``token_ids``, all of them for None, as plain values [V or fewer, K]."""

@@ -146,6 +146,11 @@ def quantize(weight: Tensor) -> MXFP4Tensor:
     return MXFP4Tensor(codes, scales)
 
 
+def release_free_memory() -> None:
+    """Give back to the system what loading has freed but the C library still keeps."""
+    library().release_free_memory()
+
+
 def floats(x: Tensor) -> Tensor:
     """``x`` as the kernels take it."""
     if x.dtype == torch.float32 and x.is_contiguous():
