@@ -416,7 +416,6 @@ int argmax(const float* x, int count) {
 // Plain loops over the block that compilers turn into vectors; sums fold halves, so every instruction set gets the same.
 int quantize_block(const float* x, uint8_t* codes) {
     constexpr int lowest = -127, highest = 125, bias = 127;
-    const auto scale_of = [](int exponent) { return std::ldexp(1.0f, exponent); };
     float magnitudes[kBlock], folded[kBlock];
     for (int i = 0; i < kBlock; ++i) folded[i] = magnitudes[i] = std::fabs(x[i]);
     float broken = 0.0f;
@@ -430,15 +429,10 @@ int quantize_block(const float* x, uint8_t* codes) {
         return lowest + bias;
     }
     const int ocp = std::clamp(std::ilogb(top) - 2, lowest, highest);
-    double least = 0.0;
-    int chosen = lowest - 1;
     float best[kBlock];
-    for (const int exponent : {ocp, ocp + 1, ocp - 1}) {
-        if (exponent < lowest || exponent > highest) continue;
-        const float inverse = scale_of(-exponent), scale = scale_of(exponent);
+    const auto round_to = [&](int exponent, float* values) {
+        const float inverse = std::ldexp(1.0f, -exponent);
         constexpr float big = 12582912.0f;  // adding and subtracting it rounds to an integer, ties to even
-        float values[kBlock];
-        double errors[kBlock];
         for (int i = 0; i < kBlock; ++i) {
             const float y = magnitudes[i] * inverse;
             const float small = ((y * 2.0f + big) - big) * 0.5f;
@@ -447,15 +441,28 @@ int quantize_block(const float* x, uint8_t* codes) {
             const float value = y < 2.0f ? small : y < 4.0f ? middle : large;
             values[i] = value < 6.0f ? value : 6.0f;
         }
+    };
+    const auto error_of = [&](int exponent, const float* values) {
+        const double scale = std::ldexp(1.0, exponent);
+        double errors[kBlock];
         for (int i = 0; i < kBlock; ++i) {
             const double error = static_cast<double>(magnitudes[i]) - static_cast<double>(values[i]) * scale;
             errors[i] = error * error;
         }
         for (int half = kBlock / 2; half; half /= 2)
             for (int i = 0; i < half; ++i) errors[i] += errors[i + half];
-        if (chosen < lowest || errors[0] < least) {
-            least = errors[0];
-            chosen = exponent;
+        return errors[0];
+    };
+    round_to(ocp, best);
+    // Only for such largest elements can a neighbour win (see quantization/mxfp4.py).
+    const float largest_element = top * std::ldexp(1.0f, -ocp);
+    const int other = largest_element > 7.0f ? ocp + 1 : largest_element < 4.46875f ? ocp - 1 : ocp;
+    int chosen = ocp;
+    if (other != ocp && other >= lowest && other <= highest) {
+        float values[kBlock];
+        round_to(other, values);
+        if (error_of(other, values) < error_of(ocp, best)) {
+            chosen = other;
             std::memcpy(best, values, sizeof best);
         }
     }

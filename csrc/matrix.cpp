@@ -131,12 +131,15 @@ void Matrix::put_mxfp4(int row, int block, const uint8_t codes[kBlock], uint8_t 
     scales_.data()[index * kPanel + column] = scale;
     uint8_t* to = data_.data() + index * block_bytes(view_.format) +
                   column / half_panel * (kBlock * half_panel / 2) + column % half_panel * 4;
-    for (int i = 0; i < kBlock; ++i) {
-        uint8_t* group = to + i / 8 * 4 * half_panel;
-        if (view_.format == Format::mxfp4)
-            group[i % 4] |= static_cast<uint8_t>(codes[i] << (i % 8 < 4 ? 0 : 4));
-        else
-            group[2 * (i % 2) + i % 8 / 4] |= static_cast<uint8_t>(codes[i] << (i % 4 / 2 * 4));
+    for (int group = 0; group < kBlock / 8; ++group) {
+        const uint8_t* own = codes + 8 * group;
+        uint8_t bytes[4];
+        for (int i = 0; i < 4; ++i)
+            bytes[i] = view_.format == Format::mxfp4
+                           ? static_cast<uint8_t>(own[i] | own[i + 4] << 4)
+                           // Word i / 2, whose nibble j belongs to pair j.
+                           : static_cast<uint8_t>(own[i / 2 + 4 * (i % 2)] | own[i / 2 + 4 * (i % 2) + 2] << 4);
+        std::memcpy(to + static_cast<size_t>(group) * 4 * half_panel, bytes, 4);
     }
 }
 

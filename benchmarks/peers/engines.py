@@ -85,6 +85,8 @@ class Process:
                 os.killpg(self.child.pid, signal.SIGSTOP)
 
     def failure(self, what: str) -> EngineError:
+        with suppress(subprocess.TimeoutExpired):
+            what += f" (exit status {self.child.wait(5)})"
         last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
         return EngineError(f"{what}; log: {self.log}{': ' if last else ''}{''.join(last)}")
 

@@ -3,6 +3,7 @@
 Each request has ``do``, the name of a function below, and its arguments.
 """
 
+import faulthandler
 import gc
 import json
 import os
@@ -131,6 +132,7 @@ ANSWERS = {function.__name__: function for function in (open_target, open_engine
 
 
 def main() -> None:
+    faulthandler.enable()
     # Whatever else prints must not end up between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
