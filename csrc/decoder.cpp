@@ -68,15 +68,15 @@ PagePool::PagePool(int layers, int kv_heads, int head_dim)
 }
 
 void PagePool::reserve(int pages) {
-    while (static_cast<int>(chunks_.size()) * kPagesPerChunk < pages) {
+    while (this->pages() < pages) {
         chunks_.emplace_back(page_bytes_ * kPagesPerChunk);
         addresses_.push_back(chunks_.back().data());
     }
 }
 
 KVView PagePool::view(int layer, int kv_head) const {
-    return {addresses_.data(), kPagesPerChunk, page_bytes_, kPagePositions,
-            (static_cast<size_t>(layer) * kv_heads_ + kv_head) * head_bytes_, head_dim_, padded_dim_};
+    return {addresses_.data(), page_bytes_, (static_cast<size_t>(layer) * kv_heads_ + kv_head) * head_bytes_, head_dim_,
+            padded_dim_};
 }
 
 struct Decoder::Scratch {

@@ -14,15 +14,13 @@ namespace foredraft {
 // Pages of keys and values, each for all layers and heads. Which page belongs to whom is the caller's business.
 class PagePool {
    public:
-    static constexpr int kPagePositions = 64;
-
     PagePool(int layers, int kv_heads, int head_dim);
     PagePool(const PagePool&) = delete;
 
     // Makes pages 0 to `pages` - 1 exist.
     void reserve(int pages);
     KVView view(int layer, int kv_head) const;
-    int pages() const { return kPagesPerChunk * static_cast<int>(chunks_.size()); }
+    int pages() const { return static_cast<int>(kPagesPerChunk * chunks_.size()); }
     size_t page_bytes() const { return page_bytes_; }
     size_t bytes() const { return page_bytes_ * kPagesPerChunk * chunks_.size(); }
     int layers() const { return layers_; }
@@ -30,8 +28,6 @@ class PagePool {
     int head_dim() const { return head_dim_; }
 
    private:
-    static constexpr int kPagesPerChunk = 8;
-
     int layers_, kv_heads_, head_dim_, padded_dim_;
     size_t head_bytes_, page_bytes_;
     std::vector<Buffer> chunks_;

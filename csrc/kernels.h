@@ -14,6 +14,8 @@ constexpr int kPanel = 32;
 // KV cache: positions that lie side by side, and the positions whose softmax is merged as one step.
 constexpr int kPositions = 16;
 constexpr int kStep = 128;
+// Positions of a page, and pages that are allocated together.
+constexpr unsigned kPagePositions = 64, kPagesPerChunk = 8;
 // Query rows that share one walk over keys and values.
 constexpr int kQueries = 6;
 
@@ -68,21 +70,19 @@ struct Span {
 };
 
 // One layer's keys and values of one key/value head: block b of kPositions positions of page p lies at
-// chunks[p / pages_per_chunk] + (p % pages_per_chunk) * page_bytes + offset + b * block_bytes, keys
+// chunks[p / kPagesPerChunk] + (p % kPagesPerChunk) * page_bytes + offset + b * block_bytes, keys
 // [pair of dimensions][position][2], then values [pair of positions][dimension][2].
 struct KVView {
     uint8_t* const* chunks;
-    int pages_per_chunk;
     size_t page_bytes;
-    int page_positions;
     size_t offset;
     int head_dim, padded_dim;
 
     size_t block_bytes() const { return static_cast<size_t>(4) * kPositions * padded_dim; }
     uint16_t* block(const int32_t* pages, int position) const {
-        const int32_t page = pages[position / page_positions];
-        return reinterpret_cast<uint16_t*>(chunks[page / pages_per_chunk] + page % pages_per_chunk * page_bytes + offset +
-                                           position % page_positions / kPositions * block_bytes());
+        const unsigned at = position, page = pages[at / kPagePositions];
+        return reinterpret_cast<uint16_t*>(chunks[page / kPagesPerChunk] + page % kPagesPerChunk * page_bytes + offset +
+                                           at % kPagePositions / kPositions * block_bytes());
     }
 };
 

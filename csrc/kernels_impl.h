@@ -283,13 +283,13 @@ void activate(const float* x, int k, int begin, int end, Format format, const Ac
             for (int i = 0; i < kBlock; i += W) store_bf16(to.values + row * stride + at + i, load(values + i));
             continue;
         }
-        // NaN and infinity, which the maximum would drop, times 0 are NaN and reach the scale.
+        // Infinity and NaN, which the maximum would drop, times 0 are NaN: the scale becomes NaN too.
         VF top = set(0.0f), broken = set(0.0f);
         for (int i = 0; i < kBlock; i += W) {
             top = max(top, abs(load(values + i)));
             broken = madd(load(values + i), set(0.0f), broken);
         }
-        const float largest_value = largest(top) + sum(broken);
+        const float largest_value = any_nan(broken) ? std::numeric_limits<float>::quiet_NaN() : largest(top);
         const float inverse = largest_value > 1e-30f ? 127.0f / largest_value : 0.0f;
         int8_t* bytes = to.bytes + row * stride + at;
         VI total = seti(0);
@@ -298,9 +298,7 @@ void activate(const float* x, int k, int begin, int end, Format format, const Ac
             total = addi(total, rounded);
             store_int8(bytes + i, rounded);
         }
-        int32_t lanes[W], sum_of_bytes = 0;
-        std::memcpy(lanes, &total, sizeof lanes);
-        for (int32_t lane : lanes) sum_of_bytes += lane;
+        const int sum_of_bytes = sum(total);
         const bool four_bits = format == Format::mxfp4;
         const size_t index = static_cast<size_t>(row) * to.blocks + at / kBlock;
         to.scales[index] = largest_value / 127.0f * (four_bits ? 0.5f : 1.0f);
@@ -525,12 +523,11 @@ constexpr int score_vectors(int) { return 1; }
 
 // Scores of R rows at the C * W positions from `position` of a step; keys lie in blocks of kPositions.
 template <int R, int C>
-void scores(const KVView& kv, const int32_t* pages, const QueryTile& tile, int first, int position, VF scale,
-            float* out) {
+void scores(const KVView& kv, uint16_t* const* blocks, const QueryTile& tile, int position, VF scale, float* out) {
     const uint16_t* keys[C];
     for (int c = 0; c < C; ++c) {
-        const int at = first + position + c * W;
-        keys[c] = kv.block(pages, at) + 2 * (at % kPositions);
+        const int at = position + c * W;
+        keys[c] = blocks[at / kPositions] + 2 * (at % kPositions);
     }
     VF acc[R][C];
     for (auto& each : acc)
@@ -589,8 +586,8 @@ void step(const KVView& kv, const int32_t* pages, const QueryTile& tile, int fir
     constexpr int C = score_vectors(R);
     int position = 0;
     for (; position + C * W <= length; position += C * W)
-        scores<R, C>(kv, pages, tile, first, position, set(scale), score);
-    for (; position < length; position += W) scores<R, 1>(kv, pages, tile, first, position, set(scale), score);
+        scores<R, C>(kv, blocks, tile, position, set(scale), score);
+    for (; position < length; position += W) scores<R, 1>(kv, blocks, tile, position, set(scale), score);
     float* highest = partial + static_cast<size_t>(kQueries) * kv.padded_dim;
     float* mass = highest + kQueries;
     for (int r = 0; r < R; ++r) {

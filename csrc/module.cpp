@@ -32,7 +32,7 @@ Rows rows_of(const Ints& starts, const Ints& counts, const Ints& pages, const Pa
     for (size_t i = 0; i < starts.shape(0); ++i) {
         const int start = starts.data()[i], count = counts.data()[i];
         if (start < 0 || count < 0) throw std::invalid_argument("starts and counts must not be negative");
-        const int needed = (start + count + PagePool::kPagePositions - 1) / PagePool::kPagePositions;
+        const int needed = (start + count + static_cast<int>(kPagePositions) - 1) / static_cast<int>(kPagePositions);
         const int32_t* own = pages.data() + i * pages.shape(1);
         if (needed > static_cast<int>(pages.shape(1))) throw std::invalid_argument("a sequence has too few pages");
         for (int page = 0; page < needed; ++page)
@@ -55,7 +55,7 @@ std::vector<float> floats(std::optional<nb::ndarray<const float, nb::ndim<1>, nb
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels. See src/foredraft/ops/native.py for what each function means.";
-    m.attr("PAGE_POSITIONS") = static_cast<int>(PagePool::kPagePositions);
+    m.attr("PAGE_POSITIONS") = static_cast<int>(kPagePositions);
 
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("available_threads", &available_threads);

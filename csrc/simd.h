@@ -314,6 +314,12 @@ struct WordTable {
 #endif
 
 // Lanes are folded in halves: one fixed order.
+#if defined(__AVX512F__)
+inline float sum(VF v) { return _mm512_reduce_add_ps(v); }
+inline int sum(VI v) { return _mm512_reduce_add_epi32(v); }
+inline float largest(VF v) { return _mm512_reduce_max_ps(v); }
+inline bool any_nan(VF v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
+#else
 inline float sum(VF v) {
     float lanes[W];
     store(lanes, v);
@@ -321,12 +327,26 @@ inline float sum(VF v) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     return lanes[0];
 }
+inline int sum(VI v) {
+    int32_t lanes[W], total = 0;
+    std::memcpy(lanes, &v, sizeof lanes);
+    for (int32_t lane : lanes) total += lane;
+    return total;
+}
 inline float largest(VF v) {
     float lanes[W];
     store(lanes, v);
     for (int i = 1; i < W; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
     return lanes[0];
 }
+inline bool any_nan(VF v) {
+    float lanes[W];
+    store(lanes, v);
+    bool found = false;
+    for (float lane : lanes) found |= lane != lane;
+    return found;
+}
+#endif
 
 // e^x for x <= 88, 0 below -87 (so for -inf): 2^n times a polynomial of the rest, relative error below 2e-7.
 inline VF exp(VF x) {

@@ -115,9 +115,11 @@ def score(windows: Sequence[list[int]]) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Resident bytes of this process, Python and PyTorch included: now, and at most since it began."""
+    """Resident bytes of this process, Python and PyTorch included: now, at most since it began, and what is its own
+    data and what are mapped files, such as libraries."""
     gc.collect()
-    return {"resident_bytes": status_bytes("VmRSS"), "peak_bytes": status_bytes("VmHWM")}
+    kinds = {"resident_bytes": "VmRSS", "peak_bytes": "VmHWM", "own_bytes": "RssAnon", "file_bytes": "RssFile"}
+    return {name: status_bytes(field) for name, field in kinds.items()}
 
 
 def status_bytes(name: str) -> int:
