@@ -136,25 +136,31 @@ class PagedCache:
 
     def pages(self, slots: Sequence[int], ends: Sequence[int]) -> NDArray[np.int32]:
         """The pages of each slot, [slots, most pages of one], with room for its positions up to ``ends``."""
-        for slot, end in zip(slots, ends, strict=True):
+        needed = [-(-end // self._page_positions) for end in ends]
+        self._fit(max(slots, default=-1) + 1, max(needed, default=0))
+        for slot, count in zip(slots, needed, strict=True):
             owned = self._owned.setdefault(slot, [])
-            while len(owned) * self._page_positions < end:
-                self._take(slot, owned)
+            while len(owned) < count:
+                page = self._take()
+                self._tables[slot, len(owned)] = page
+                owned.append(page)
         most = max((len(self._owned[slot]) for slot in slots), default=0)
         return np.ascontiguousarray(self._tables[list(slots), :most])
 
-    def _take(self, slot: int, owned: list[int]) -> None:
+    def _take(self) -> int:
         if not self._free:
             existing: int = self.pool.pages
             self.pool.reserve(existing + 1)
             self._free.extend(range(self.pool.pages - 1, existing - 1, -1))
+        return self._free.pop()
+
+    def _fit(self, slots: int, pages: int) -> None:
+        """Make the table large enough."""
         rows, columns = self._tables.shape
-        if slot >= rows or len(owned) >= columns:
-            more_rows = rows if slot < rows else max(2 * rows, slot + 1)
-            more_columns = columns if len(owned) < columns else max(2 * columns, len(owned) + 1, 8)
-            grown = np.zeros((more_rows, more_columns), dtype=np.int32)
-            grown[:rows, :columns] = self._tables
-            self._tables = grown
-        page = self._free.pop()
-        self._tables[slot, len(owned)] = page
-        owned.append(page)
+        if slots <= rows and pages <= columns:
+            return
+        more_rows = rows if slots <= rows else max(2 * rows, slots)
+        more_columns = columns if pages <= columns else max(2 * columns, pages, 8)
+        grown = np.zeros((more_rows, more_columns), dtype=np.int32)
+        grown[:rows, :columns] = self._tables
+        self._tables = grown
