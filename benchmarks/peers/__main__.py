@@ -64,6 +64,9 @@ def main(
     vllm = _present(console, vllm, vllm, "vLLM", "--vllm")
     work.mkdir(parents=True, exist_ok=True)
     began = environment()
+    busy = _busy()
+    if busy > 0.05:
+        console.print(f"the processors are {busy:.0%} busy with something else: the figures will not be worth much")
     with console.status("preparing weights") as status:
 
         def told(what: str) -> None:
@@ -110,7 +113,7 @@ def main(
     if output:
         results = {
             "command": sys.argv,
-            "environment": began | {"peers": _versions(bench)},
+            "environment": began | {"peers": _versions(bench), "busy_at_start": busy},
             "sections": sections,
             "goals": [goal.as_json() for goal in reached],
             "perplexity": found,
@@ -127,6 +130,20 @@ def _present(console: Console, given: Path | None, needed: Path | None, name: st
         return given and given.absolute()
     console.print(f"{name} is left out: {f'{needed} does not exist' if needed else f'{option} was not given'}")
     return None
+
+
+def _busy(seconds: float = 2.0) -> float:
+    """The share of the processors' time that other processes take."""
+
+    def times() -> tuple[int, int]:
+        values = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        idle, waiting = values[3:5]
+        return idle + waiting, sum(values)
+
+    idle, total = times()
+    time.sleep(seconds)
+    idle_later, total_later = times()
+    return 1 - (idle_later - idle) / max(total_later - total, 1)
 
 
 def _versions(bench: Bench) -> dict[str, str]:

@@ -168,10 +168,18 @@ class LlamaServer(Process):
             body: dict[str, Any] = response.json()
             return body
 
-        with self.turn(), ThreadPoolExecutor(self.slots) as pool:
-            begin = time.perf_counter()
-            answers = list(pool.map(answer, prompts))
-            seconds = time.perf_counter() - begin
+        pool = ThreadPoolExecutor(self.slots)
+        try:
+            with self.turn():
+                begin = time.perf_counter()
+                answers = list(pool.map(answer, prompts))
+                seconds = time.perf_counter() - begin
+        except BaseException:
+            # Else the threads would wait for a server that is stopped.
+            self.child.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
         timings = [each["timings"] for each in answers]
         return Generated(
             seconds=seconds,

@@ -132,11 +132,14 @@ def _large_goals(section: Section) -> Iterator[Goal]:
 
 
 def shares(section: Section) -> dict[str, Ratio]:
-    """Of each engine, bytes of weights a token times tokens a second over the bandwidth of the same rounds."""
+    """Of each engine, bytes of weights a token times tokens a second over the best bandwidth of the run."""
     series: dict[str, Series] = section["series"]
-    streamed: dict[str, int] = section.get("streamed_bytes", {})
-    read = {name: Series(tuple(size * value / 1e9 for value in series[name].values)) for name, size in streamed.items()}
-    return {name: own.over(series["bandwidth"]) for name, own in read.items()}
+    found = {}
+    for name, size in section.get("streamed_bytes", {}).items():
+        of_best = size / (max(series["bandwidth"].values) * 1e9)
+        own = series[name]
+        found[name] = Ratio(own.median * of_best, min(own.values) * of_best, max(own.values) * of_best)
+    return found
 
 
 def section_table(name: str, section: Section) -> Table:

@@ -120,8 +120,8 @@ def reference_decoder(
     config: ModelConfig, form: Format = "bf16", visibility: Sequence[Visibility] | None = None
 ) -> TorchDecoder:
     """PyTorch's decoder in float64, over the weights as ``form`` has them, with the roundings that the native decoder
-    declares: of what its products multiply, to bfloat16 or 8 bits, and of queries, keys, values and attention weights to
-    bfloat16."""
+    declares: of what its products multiply, to bfloat16 or 8 bits, and of queries, keys, values and attention weights
+    to bfloat16."""
     rounded = bfloat16 if form in ("bf16", "mxfp4_a16") else eight_bit
     ops = replace(
         REFERENCE,
@@ -165,7 +165,12 @@ class Both:
         return cls(config, mine, theirs, caches, 2.0**-6 if form in ("bf16", "mxfp4_a16") else 2.0**-4, [])
 
     def forward(
-        self, counts: Sequence[int], starts: Sequence[int], slots: Sequence[int], seed: int = 0, taps: Sequence[int] = ()
+        self,
+        counts: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        seed: int = 0,
+        taps: Sequence[int] = (),
     ) -> None:
         hidden = rows_of(self.config, sum(counts), seed)
         batch = batch_of(counts, starts, slots)

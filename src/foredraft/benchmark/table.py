@@ -12,7 +12,8 @@ from foredraft.benchmark.results import Run
 def results_table(runs: Sequence[Run]) -> Table:
     """One row for each run; under "identical", how many of the conversations differ from plain decoding's."""
     table = Table(title=_title(runs), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for heading in ("dataset", "method"):
+    quantized = any(run.condition.quantization not in (None, "none") for run in runs)
+    for heading in ("dataset", *(("weights",) if quantized else ()), "method"):
         table.add_column(heading, no_wrap=True)
     for heading in ("N", "conc.", "tok/s", "speed-up", "τ"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -21,11 +22,13 @@ def results_table(runs: Sequence[Run]) -> Table:
     before = None
     for run in runs:
         condition = run.condition
-        if before not in (None, (condition.dataset, condition.concurrency)):
+        group = (condition.dataset, condition.concurrency, condition.quantization)
+        if before not in (None, group):
             table.add_section()
-        before = (condition.dataset, condition.concurrency)
+        before = group
         table.add_row(
             condition.dataset + ("*" if condition.dataset_source == "bundled" else ""),
+            *((condition.quantization or "-",) if quantized else ()),
             condition.method,
             str(condition.num_speculative_tokens or "-"),
             str(condition.concurrency),
@@ -42,16 +45,17 @@ def results_table(runs: Sequence[Run]) -> Table:
 
 def best_lines(runs: Sequence[Run]) -> Iterator[str]:
     """Where several N were tried: the fastest one for each dataset, a line per method and concurrency."""
-    found: defaultdict[tuple[str, int], defaultdict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    found: defaultdict[tuple[str, int, str], defaultdict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if run.condition.num_speculative_tokens and run.speedup is not None:
-            found[run.condition.method, run.condition.concurrency][run.condition.dataset].append(run)
-    for (method, concurrency), datasets in found.items():
+            weights = "" if run.condition.quantization in (None, "none") else f" on {run.condition.quantization}"
+            found[run.condition.method, run.condition.concurrency, weights][run.condition.dataset].append(run)
+    for (method, concurrency, weights), datasets in found.items():
         if all(len(tried) == 1 for tried in datasets.values()):
             continue
         fastest = {name: max(tried, key=lambda run: run.speedup or 0) for name, tried in datasets.items()}
         parts = [f"{name} {run.condition.num_speculative_tokens} ({run.speedup:.2f}x)" for name, run in fastest.items()]
-        yield f"Best N of {method} at concurrency {concurrency}: {', '.join(parts)}"
+        yield f"Best N of {method}{weights} at concurrency {concurrency}: {', '.join(parts)}"
 
 
 def _title(runs: Sequence[Run]) -> str:
