@@ -28,18 +28,13 @@ alignas(32) constexpr uint16_t kCodeWords[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0,
 constexpr int kMxfp4Offset = 12;
 constexpr int kInt8Offset = 128;
 
+// The most rows of a tile, and the vectors of columns that it takes at once: as many as the registers hold. Columns that
+// share a broadcast activation save its load, which is what limits the arithmetic.
 #if defined(__AVX512F__)
-constexpr int kMaxRowsBf16 = 7, kMaxRowsBytes = 8, kColumnVectors = 2;
-#elif defined(__AVX2__)
-constexpr int kMaxRowsBf16 = 4, kMaxRowsBytes = 4, kColumnVectors = 1;
+constexpr int kMaxRowsBf16 = 7, kMaxRowsA16 = 6, kMaxRowsBytes = 4, kColumnVectors = 2;
 #else
-constexpr int kMaxRowsBf16 = 4, kMaxRowsBytes = 4, kColumnVectors = 1;
+constexpr int kMaxRowsBf16 = 4, kMaxRowsA16 = 4, kMaxRowsBytes = 4, kColumnVectors = 1;
 #endif
-
-// Vectors of columns that a tile of `rows` takes at once: as many as the registers hold.
-constexpr int column_vectors(Format format, int rows) {
-    return format == Format::bf16 || rows <= 2 ? kColumnVectors : 1;
-}
 
 // Rows whose activations stay in the second-level cache while the panels pass by.
 constexpr int kRowBlock = 96;
@@ -94,6 +89,13 @@ class Ahead {
     int lines_;
 };
 
+// Where the columns from `column` of a panel's block begin.
+inline const uint8_t* half_block(const uint8_t* panel, Format format, int block, int column) {
+    const uint8_t* start = panel + static_cast<size_t>(block) * block_bytes(format);
+    return format == Format::int8 ? start + 4 * column
+                                  : start + column / kHalf * (kBlock * kHalf / 2) + column % kHalf * 4;
+}
+
 template <int R>
 void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     constexpr int C = kColumnVectors;
@@ -129,7 +131,7 @@ void tile_bf16(const MatrixView& w, int panel, const Activations& x, int row, co
 
 template <int R>
 void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
-    constexpr int C = column_vectors(Format::mxfp4_a16, R);
+    constexpr int C = kColumnVectors;
     const int stride = w.blocks * kBlock;
     const uint8_t* codes = w.data + static_cast<size_t>(panel) * w.blocks * block_bytes(Format::mxfp4);
     const uint8_t* scales = w.scales + static_cast<size_t>(panel) * w.blocks * kPanel;
@@ -141,24 +143,30 @@ void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int ro
             for (VF& part : each) part = set(0.0f);
         for (int block = 0; block < w.blocks; ++block) {
             ahead.fetch();
-            for (int c = 0; c < C; ++c) {
-                const int at = column + c * W;
-                VF acc[R];
-                for (VF& each : acc) each = set(0.0f);
-                const uint8_t* from = codes + static_cast<size_t>(block) * kBlock * kPanel / 2 +
-                                      at / kHalf * (kBlock * kHalf / 2) + at % kHalf * 4;
-                for (int group = 0; group < 4; ++group) {
-                    const uint8_t* words = from + group * 4 * kHalf;
-                    const Pairs part[4] = {table.at<0>(words), table.at<1>(words), table.at<2>(words),
-                                           table.at<3>(words)};
-                    for (int pair = 0; pair < 4; ++pair)
-                        for (int r = 0; r < R; ++r)
-                            acc[r] = dot(acc[r], part[pair],
-                                         set_pairs(rows + static_cast<size_t>(r) * stride + block * kBlock +
-                                                   8 * group + 2 * pair));
+            const uint8_t* from[C];
+            for (int c = 0; c < C; ++c) from[c] = half_block(codes, Format::mxfp4, block, column + c * W);
+            VF acc[R][C];
+            for (auto& each : acc)
+                for (VF& part : each) part = set(0.0f);
+            for (int group = 0; group < 4; ++group) {
+                Pairs part[4][C];
+                for (int c = 0; c < C; ++c) {
+                    const uint8_t* words = from[c] + group * 4 * kHalf;
+                    part[0][c] = table.at<0>(words);
+                    part[1][c] = table.at<1>(words);
+                    part[2][c] = table.at<2>(words);
+                    part[3][c] = table.at<3>(words);
                 }
-                const VF scale = load_e8m0(scales + block * kPanel + at);
-                for (int r = 0; r < R; ++r) total[r][c] = madd(acc[r], scale, total[r][c]);
+                for (int pair = 0; pair < 4; ++pair)
+                    for (int r = 0; r < R; ++r) {
+                        const Pairs value = set_pairs(rows + static_cast<size_t>(r) * stride + block * kBlock +
+                                                      8 * group + 2 * pair);
+                        for (int c = 0; c < C; ++c) acc[r][c] = dot(acc[r][c], part[pair][c], value);
+                    }
+            }
+            for (int c = 0; c < C; ++c) {
+                const VF scale = load_e8m0(scales + block * kPanel + column + c * W);
+                for (int r = 0; r < R; ++r) total[r][c] = madd(acc[r][c], scale, total[r][c]);
             }
         }
         for (int r = 0; r < R; ++r)
@@ -169,7 +177,7 @@ void tile_mxfp4_a16(const MatrixView& w, int panel, const Activations& x, int ro
 template <bool four_bits, int R>
 void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, const Output& output, Ahead& ahead) {
     constexpr Format format = four_bits ? Format::mxfp4 : Format::int8;
-    constexpr int C = column_vectors(format, R);
+    constexpr int C = kColumnVectors;
     const int stride = w.blocks * kBlock;
     const uint8_t* weights = w.data + static_cast<size_t>(panel) * w.blocks * block_bytes(format);
     const uint8_t* scales = w.scales + static_cast<size_t>(panel) * w.blocks * scale_bytes(format);
@@ -183,34 +191,35 @@ void tile_bytes(const MatrixView& w, int panel, const Activations& x, int row, c
             for (VF& part : each) part = set(0.0f);
         for (int block = 0; block < w.blocks; ++block) {
             ahead.fetch();
+            VI part[8][C];
+            VF scale[C];
             for (int c = 0; c < C; ++c) {
                 const int at = column + c * W;
-                VI part[8];
-                VF scale;
+                const uint8_t* from = half_block(weights, format, block, at);
                 if constexpr (four_bits) {
-                    const uint8_t* from = weights + static_cast<size_t>(block) * block_bytes(format) +
-                                          at / kHalf * (kBlock * kHalf / 2) + at % kHalf * 4;
                     for (int group = 0; group < 4; ++group) {
                         const VI codes = load_bytes(from + group * 4 * kHalf);
-                        part[2 * group] = table.low(codes);
-                        part[2 * group + 1] = table.high(codes);
+                        part[2 * group][c] = table.low(codes);
+                        part[2 * group + 1][c] = table.high(codes);
                     }
-                    scale = load_e8m0(scales + block * kPanel + at);
+                    scale[c] = load_e8m0(scales + block * kPanel + at);
                 } else {
-                    const uint8_t* from = weights + static_cast<size_t>(block) * block_bytes(format) + 4 * at;
-                    for (int quad = 0; quad < 8; ++quad) part[quad] = load_bytes(from + quad * 4 * kPanel);
-                    scale = load_bf16(reinterpret_cast<const uint16_t*>(scales) + block * kPanel + at);
+                    for (int quad = 0; quad < 8; ++quad) part[quad][c] = load_bytes(from + quad * 4 * kPanel);
+                    scale[c] = load_bf16(reinterpret_cast<const uint16_t*>(scales) + block * kPanel + at);
                 }
+            }
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    VI acc = seti(offsets[static_cast<size_t>(r) * w.blocks + block]);
-                    for (int quad = 0; quad < 8; ++quad)
-                        acc = dot<four_bits>(
-                            acc, part[quad],
-                            set_quad(rows + static_cast<size_t>(r) * stride + block * kBlock + 4 * quad));
-                    const VF both = mul(scale, set(row_scales[static_cast<size_t>(r) * w.blocks + block]));
-                    total[r][c] = madd(to_float(acc), both, total[r][c]);
+            for (int r = 0; r < R; ++r) {
+                const size_t index = static_cast<size_t>(r) * w.blocks + block;
+                VI acc[C];
+                for (VI& each : acc) each = seti(offsets[index]);
+                for (int quad = 0; quad < 8; ++quad) {
+                    const VI value = set_quad(rows + static_cast<size_t>(r) * stride + block * kBlock + 4 * quad);
+                    for (int c = 0; c < C; ++c) acc[c] = dot<four_bits>(acc[c], part[quad][c], value);
                 }
+                const VF row_scale = set(row_scales[index]);
+                for (int c = 0; c < C; ++c)
+                    total[r][c] = madd(to_float(acc[c]), mul(scale[c], row_scale), total[r][c]);
             }
         }
         for (int r = 0; r < R; ++r)
@@ -230,12 +239,10 @@ void tile_int8(const MatrixView& w, int panel, const Activations& x, int row, co
 using Tile = void (*)(const MatrixView&, int, const Activations&, int, const Output&, Ahead&);
 constexpr Tile kTilesBf16[] = {tile_bf16<1>, tile_bf16<2>, tile_bf16<3>, tile_bf16<4>,
                                tile_bf16<5>, tile_bf16<6>, tile_bf16<7>};
-constexpr Tile kTilesA16[] = {tile_mxfp4_a16<1>, tile_mxfp4_a16<2>, tile_mxfp4_a16<3>, tile_mxfp4_a16<4>,
-                              tile_mxfp4_a16<5>, tile_mxfp4_a16<6>, tile_mxfp4_a16<7>, tile_mxfp4_a16<8>};
-constexpr Tile kTilesMxfp4[] = {tile_mxfp4<1>, tile_mxfp4<2>, tile_mxfp4<3>, tile_mxfp4<4>,
-                                tile_mxfp4<5>, tile_mxfp4<6>, tile_mxfp4<7>, tile_mxfp4<8>};
-constexpr Tile kTilesInt8[] = {tile_int8<1>, tile_int8<2>, tile_int8<3>, tile_int8<4>,
-                               tile_int8<5>, tile_int8<6>, tile_int8<7>, tile_int8<8>};
+constexpr Tile kTilesA16[] = {tile_mxfp4_a16<1>, tile_mxfp4_a16<2>, tile_mxfp4_a16<3>,
+                              tile_mxfp4_a16<4>, tile_mxfp4_a16<5>, tile_mxfp4_a16<6>};
+constexpr Tile kTilesMxfp4[] = {tile_mxfp4<1>, tile_mxfp4<2>, tile_mxfp4<3>, tile_mxfp4<4>};
+constexpr Tile kTilesInt8[] = {tile_int8<1>, tile_int8<2>, tile_int8<3>, tile_int8<4>};
 
 void linear(const MatrixView& w, const Activations& x, int rows, int first, int last, const float* bias,
             bool accumulate, float* out, size_t out_stride) {
@@ -243,7 +250,9 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
                         : w.format == Format::int8  ? kTilesInt8
                         : w.format == Format::mxfp4 ? kTilesMxfp4
                                                     : kTilesA16;
-    const int most = w.format == Format::bf16 ? kMaxRowsBf16 : kMaxRowsBytes;
+    const int most = w.format == Format::bf16        ? kMaxRowsBf16
+                     : w.format == Format::mxfp4_a16 ? kMaxRowsA16
+                                                     : kMaxRowsBytes;
     for (int begin = 0; begin < rows; begin += kRowBlock) {
         const int end = std::min(rows, begin + kRowBlock);
         const int parts = (end - begin + most - 1) / most;
@@ -251,8 +260,7 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
             const Output output{out + static_cast<size_t>(panel) * kPanel, out_stride,
                                 bias ? bias + static_cast<size_t>(panel) * kPanel : nullptr, accumulate,
                                 std::min(kPanel, w.n - panel * kPanel)};
-            const int vectors = column_vectors(w.format, (end - begin + parts - 1) / parts);
-            Ahead ahead(w, std::min(panel + 1, w.panels - 1), parts * (kPanel / (vectors * W)));
+            Ahead ahead(w, std::min(panel + 1, w.panels - 1), parts * (kPanel / (kColumnVectors * W)));
             for (int part = 0; part < parts; ++part) {
                 const int from = begin + (end - begin) * part / parts;
                 const int to = begin + (end - begin) * (part + 1) / parts;

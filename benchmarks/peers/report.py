@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 from rounds import Ratio, Series, fastest
-from sections import PREFILL_TOKENS, REQUESTS, Section
+from sections import PREFILL_TOKENS, REQUESTS, WITH_PROMPTS, Section
 
 UNITS = {"bandwidth": "GB/s"}
 TITLES = {
@@ -78,7 +78,7 @@ def _plain_goals(section: Section) -> Iterator[Goal]:
 
 def _speculation_goals(section: Section) -> Iterator[Goal]:
     series: dict[str, Series] = section["series"]
-    best = fastest(series, lambda name: name.startswith("foredraft mxfp4 DFlash") and not _whole(name))
+    best = fastest(series, lambda name: name.startswith("foredraft mxfp4 DFlash") and WITH_PROMPTS not in name)
     if best is None:
         return
     name, mine = best
@@ -150,6 +150,9 @@ def section_table(name: str, section: Section) -> Table:
     identical: dict[str, int] = section.get("identical_to_plain", {})
     series: dict[str, Series] = section["series"]
     extra = {
+        "with prompts": {
+            key.removesuffix(WITH_PROMPTS): f"{each.median:.0f}" for key, each in series.items() if WITH_PROMPTS in key
+        },
         "share of bandwidth": {key: f"{ratio.value:.0%}" for key, ratio in own.items()},
         "acceptance length": {key: f"{sum(each.values()) / len(each):.2f}" for key, each in lengths.items()},
         "as plain": {key: f"{count} of {identical['of']}" for key, count in identical.items() if key != "of"},
@@ -163,6 +166,8 @@ def section_table(name: str, section: Section) -> Table:
     for title in ("", "median", "range", *extra):
         table.add_column(title, justify="right" if title else "left")
     for key, each in series.items():
+        if WITH_PROMPTS in key:
+            continue
         digits = 2 if max(each.values) < 100 else 0
         label = f"{key} ({UNITS[key]})" if key in UNITS else key
         spread = f"{min(each.values):.{digits}f} to {max(each.values):.{digits}f}"
@@ -182,7 +187,3 @@ def goal_table(found: list[Goal]) -> Table:
         bounds = (f"{sign} {goal.must:g}", f"{sign} {goal.aim:g}")
         table.add_row(goal.what, f"{goal.ratio.value:.2f}", spread, *bounds, goal.verdict)
     return table
-
-
-def _whole(name: str) -> bool:
-    return name.endswith("(with prompts)")

@@ -30,6 +30,7 @@ ROW_COUNTS = (1, 2, 4, 8, 16)
 ROW_CONTEXT = 256
 PREFILL_TOKENS = 512
 REQUESTS = 32
+WITH_PROMPTS = " (with prompts)"
 NGRAM_METHODS = ("ngram-simple", "ngram-mod", "ngram-cache")
 
 
@@ -119,7 +120,7 @@ def speculation(bench: Bench) -> Section:
         lengths[name] = _acceptance_lengths(prompts, generated)
         return {
             name: generated.decoded / generated.decode_seconds,
-            f"{name} (with prompts)": generated.tokens / generated.seconds,
+            f"{name}{WITH_PROMPTS}": generated.tokens / generated.seconds,
         }
 
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ Meanings and shapes are those of ``reference.py``. Tensors are made contiguous w
 """
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch import Tensor
 from foredraft.errors import UserError
 from foredraft.quantization.mxfp4 import BLOCK, MXFP4Tensor
 
+_library: Any
 try:
-    from foredraft import _native as _library  # type: ignore[attr-defined]
+    _library = import_module("foredraft._native")
 except ImportError as error:
-    _library: Any = None  # type: ignore[no-redef]
-    _reason = str(error)
+    _library, _reason = None, str(error)
 
 NativeMatrix = Any
 """``_native.Matrix``."""
@@ -30,8 +31,8 @@ def unavailable() -> str | None:
     """Why the native library cannot be used, None when it can. Raises UserError for a wrong FOREDRAFT_ISA."""
     if _library is None:
         return (
-            f"the native CPU kernels are not built ({_reason}); install a C++ compiler and Python's headers and "
-            "reinstall foredraft"
+            f"the native CPU kernels are not here ({_reason}); to build them, install a C++ compiler and Python's "
+            "headers, then install foredraft again"
         )
     try:
         _library.isa()
