@@ -587,9 +587,8 @@ void step(const KVView& kv, const int32_t* pages, const QueryTile& tile, int fir
     const int count = (std::min(kStep, end - first) + kPositions - 1) / kPositions, length = count * kPositions;
     for (int block = 0; block < count; ++block) {
         blocks[block] = kv.block(pages, first + block * kPositions);
-        // Values are wanted soon, and hardware does not look beyond a page.
-        const uint16_t* values = blocks[block] + kPositions * kv.padded_dim;
-        for (int i = 0; i < kPositions * kv.padded_dim; i += 32) prefetch(values + i);
+        // Hardware does not look beyond a page, and values are wanted soon.
+        for (int i = 0; i < 2 * kPositions * kv.padded_dim; i += 32) prefetch(blocks[block] + i);
     }
     constexpr int C = score_vectors(R);
     int position = 0;

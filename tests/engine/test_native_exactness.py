@@ -201,13 +201,13 @@ def test_a_first_pass_that_ends_a_request_beside_others(dflash: Path, quantizati
 
 
 def test_the_tiny_model_is_worth_testing_with() -> None:
-    """Quantisation changes what it says, its samples vary, and the least change of a weight shows in a report."""
+    """Quantisation changes what it says, its samples vary, and the least change of a row of weights shows in a report."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, logprobs=-1)
     runs = [plain(quantization)([3, 4, 5], params, 3, MAX_LEN) for quantization in QUANTIZATIONS]
     assert len({tuple(run.token_ids) for run in runs}) == 3
     assert all(len(set(run.token_ids)) > 10 for run in runs)
     tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(TINY).items()}
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] *= 1 + 2.0**-7
+    tensors["model.layers.0.mlp.down_proj.weight"][0] *= 1 + 2.0**-7
     changed = PlainDecoder(Target("changed", DecoderModel(TINY, tensors.__getitem__, NATIVE), tiny_tokenizer()))
     assert changed([3, 4, 5], replace(params, max_tokens=1), 3, MAX_LEN).logprobs != runs[0].logprobs[:1]
 
