@@ -12,7 +12,6 @@ import random
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,7 +71,7 @@ class Tally:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     rounds: int = 0
-    methods: Counter[str] = field(default_factory=Counter)
+    methods: dict[str, int] = field(default_factory=dict)
     mismatches: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -225,7 +224,7 @@ def count(tally: Tally, made: Round, request: Request, sequence: Running, alone:
     tally.output_tokens += sequence.num_output
     tally.draft_tokens += sum(sequence.acceptance.proposed)
     tally.accepted_draft_tokens += sum(sequence.acceptance.kept)
-    tally.methods[made.method] += 1
+    tally.methods[made.method] = tally.methods.get(made.method, 0) + 1
     found, expected = sequence.output, alone.output
     if aborted:
         expected = expected[: len(found)]

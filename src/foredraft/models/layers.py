@@ -114,7 +114,8 @@ def load_tensor(weights: Weights, name: str, *shape: int) -> Tensor:
     weight = load_matrix(weights, name, *shape)
     if isinstance(weight, MXFP4Tensor):
         raise UserError(f"{name} is MXFP4; only the matrices of decoder layers and the head may be")
-    return weight
+    # A vector is kept as it is, and as a view of a memory-mapped file it would keep the whole file in memory.
+    return weight.clone() if weight.ndim == 1 else weight
 
 
 def layer_forward(
