@@ -37,7 +37,7 @@ for isa in ${ISAS:-"" avx2 portable}; do
       LD_PRELOAD="$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so)" \
       ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
       OMP_NUM_THREADS=1 \
-      "$python" -S -m pytest -p no:cacheprovider -m "not slow" "${tests[@]}" "$@"
+      "$python" -S -m pytest -p no:cacheprovider --capture=no -m "not slow" "${tests[@]}" "$@"
   ) || status=1
 done
 exit $status

@@ -247,13 +247,13 @@ def mismatches(tallies: Sequence[Tally]) -> int:
 
 def report(console: Console, tallies: Sequence[Tally], caption: str) -> None:
     table = Table(caption=caption)
-    columns = ("quantization", "requests", "aborted", "rounds", "compared tokens", "drafted", "accepted", "mismatches")
+    columns = ("quantization", "requests", "aborted", "tokens", "drafted", "accepted", "mismatches")
     for column in columns:
         table.add_column(column, justify="right")
     for tally in tallies:
         table.add_row(
             tally.quantization,
-            *(f"{number:,}" for number in (tally.requests, tally.aborted, tally.rounds, tally.compared_tokens)),
+            *(f"{number:,}" for number in (tally.requests, tally.aborted, tally.compared_tokens)),
             *(f"{number:,}" for number in (tally.draft_tokens, tally.accepted_draft_tokens, len(tally.mismatches))),
         )
     console.print(table)

@@ -31,7 +31,7 @@ constexpr int kInt8Offset = 128;
 // The most rows of a tile, and the vectors of columns that it takes at once: as many as the registers hold. Columns that
 // share a broadcast activation save its load, which is what limits the arithmetic.
 #if defined(__AVX512F__)
-constexpr int kMaxRowsBf16 = 7, kMaxRowsA16 = 6, kMaxRowsBytes = 4, kColumnVectors = 2;
+constexpr int kMaxRowsBf16 = 8, kMaxRowsA16 = 6, kMaxRowsBytes = 4, kColumnVectors = 2;
 #else
 constexpr int kMaxRowsBf16 = 4, kMaxRowsA16 = 4, kMaxRowsBytes = 4, kColumnVectors = 1;
 #endif
@@ -60,19 +60,20 @@ struct Output {
     }
 };
 
-// The next panel is fetched while this one is multiplied: on each visit of a block so many of its cache lines.
-// Larger panels would fall out of the first cache before their turn.
-constexpr size_t kOnceBytes = 16 << 10;
+// How far ahead of a single pass over the panels memory is fetched, and how much of a matrix before its first panel.
+constexpr size_t kAheadBytes = 8 << 10, kFirstBytes = 16 << 10;
 
+// Fetches memory that comes next while a panel is multiplied, on each visit of a block so many cache lines: in a single
+// pass what lies kAheadBytes further on, in several passes over the panel the next panel.
 class Ahead {
    public:
-    Ahead(const MatrixView& w, int panel, int passes) : once_(w.streamed && w.blocks * block_bytes(w.format) <= kOnceBytes) {
+    Ahead(const MatrixView& w, int panel, int passes, int visits) : once_(w.streamed && passes == 1) {
         const size_t bytes = w.blocks * block_bytes(w.format), scales = w.blocks * scale_bytes(w.format);
-        const int visits = passes * w.blocks;
-        at_ = w.data + panel * bytes;
-        end_ = at_ + bytes;
-        scale_at_ = w.scales + panel * scales;
-        scale_end_ = scale_at_ + scales;
+        const uint8_t* end = w.data + w.panels * bytes;
+        at_ = std::min(w.data + panel * bytes + (passes == 1 ? kAheadBytes : bytes), end);
+        end_ = std::min(at_ + bytes, end);
+        scale_at_ = w.scales + std::min(panel + 1, w.panels) * scales;
+        scale_end_ = panel + 1 < w.panels ? scale_at_ + scales : scale_at_;
         lines_ = (static_cast<int>(bytes / 64) + visits - 1) / visits;
     }
     void fetch() {
@@ -238,7 +239,7 @@ void tile_int8(const MatrixView& w, int panel, const Activations& x, int row, co
 
 using Tile = void (*)(const MatrixView&, int, const Activations&, int, const Output&, Ahead&);
 constexpr Tile kTilesBf16[] = {tile_bf16<1>, tile_bf16<2>, tile_bf16<3>, tile_bf16<4>,
-                               tile_bf16<5>, tile_bf16<6>, tile_bf16<7>};
+                               tile_bf16<5>, tile_bf16<6>, tile_bf16<7>, tile_bf16<8>};
 constexpr Tile kTilesA16[] = {tile_mxfp4_a16<1>, tile_mxfp4_a16<2>, tile_mxfp4_a16<3>,
                               tile_mxfp4_a16<4>, tile_mxfp4_a16<5>, tile_mxfp4_a16<6>};
 constexpr Tile kTilesMxfp4[] = {tile_mxfp4<1>, tile_mxfp4<2>, tile_mxfp4<3>, tile_mxfp4<4>};
@@ -260,7 +261,8 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
             const Output output{out + static_cast<size_t>(panel) * kPanel, out_stride,
                                 bias ? bias + static_cast<size_t>(panel) * kPanel : nullptr, accumulate,
                                 std::min(kPanel, w.n - panel * kPanel)};
-            Ahead ahead(w, std::min(panel + 1, w.panels - 1), parts * (kPanel / (kColumnVectors * W)));
+            const int walks = kPanel / (kColumnVectors * W);
+            Ahead ahead(w, panel, parts * walks, parts * walks * w.blocks);
             for (int part = 0; part < parts; ++part) {
                 const int from = begin + (end - begin) * part / parts;
                 const int to = begin + (end - begin) * (part + 1) / parts;
@@ -273,8 +275,7 @@ void linear(const MatrixView& w, const Activations& x, int rows, int first, int 
 void fetch(const MatrixView& w, int panel) {
     if (panel >= w.panels) return;
     const size_t bytes = w.blocks * block_bytes(w.format), scales = w.blocks * scale_bytes(w.format);
-    for (size_t i = 0; i < bytes; i += 64)
-        w.streamed ? prefetch_once(w.data + panel * bytes + i) : prefetch(w.data + panel * bytes + i);
+    for (size_t i = 0; i < std::min(bytes, kFirstBytes); i += 64) prefetch(w.data + panel * bytes + i);
     for (size_t i = 0; i < scales; i += 64) prefetch(w.scales + panel * scales + i);
 }
 

@@ -201,7 +201,7 @@ def test_a_first_pass_that_ends_a_request_beside_others(dflash: Path, quantizati
 
 
 def test_the_tiny_model_is_worth_testing_with() -> None:
-    """Quantisation changes what it says, its samples vary, and the least change of a row of weights shows in a report."""
+    """Quantisation changes what it says, its samples vary, and a row of weights changed by its last bit shows."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, logprobs=-1)
     runs = [plain(quantization)([3, 4, 5], params, 3, MAX_LEN) for quantization in QUANTIZATIONS]
     assert len({tuple(run.token_ids) for run in runs}) == 3
