@@ -3,11 +3,12 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3.12),$(shell command -v python3.13),python3)
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-isa lint format clean
 
 help:
 	@echo "make demo   set up, then answer prompts plainly and with DFlash and compare"
 	@echo "make test   set up, then run the tests"
+	@echo "make test-isa  the native kernels' tests again, on AVX2 and on portable code"
 	@echo "make lint   set up, then check format, lint and types"
 
 demo: $(VENV)/installed
@@ -15,6 +16,13 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
+
+# The native kernels once more, as processors without AVX-512 run them.
+NATIVE_TESTS := tests/ops/test_native.py tests/models/test_native_decoder.py tests/engine/test_native_exactness.py
+ISAS := $(if $(shell grep -l avx2 /proc/cpuinfo 2>/dev/null),avx2) portable
+
+test-isa: $(VENV)/installed-dev
+	for isa in $(ISAS); do FOREDRAFT_ISA=$$isa $(BIN)/python -m pytest $(NATIVE_TESTS) || exit 1; done
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
