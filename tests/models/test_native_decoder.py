@@ -406,6 +406,22 @@ def test_any_schedule_computes_what_each_sequence_alone_would(
                 del running[slot]
 
 
+def test_pages_that_held_nan() -> None:
+    """What a broken sequence left in its pages reaches no other, even where it is multiplied by a weight of 0."""
+    config = CONFIGS["llama"]
+    decoder = native_decoder(config)
+    cache = decoder.new_cache()
+    decoder.forward(rows_of(config, 300) * torch.nan, batch_of([300], [0], [0]), cache, [])
+    cache.release(0)
+    hidden = rows_of(config, 150, 1)
+    expected = whole(decoder, hidden)
+    for start, count in [(0, 70), (70, 1), (71, 10), (81, 69)]:
+        batch = batch_of([count], [start], [1])
+        out, taps = decoder.forward(hidden[start : start + count].clone(), batch, cache, [0, 1])
+        assert taps is not None
+        assert torch.equal(torch.cat([out, taps], dim=1), expected[start : start + count])
+
+
 @settings(max_examples=4)
 @given(st.integers(0, 2**32))
 def test_a_long_context_in_any_chunks(seed: int) -> None:
