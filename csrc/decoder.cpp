@@ -190,7 +190,9 @@ void Decoder::write_keys_values(const Team& team, const LayerWeights& layer, con
                     for (int d = 0; d < dim; d += 2) std::memcpy(block + d * kPositions + 2 * at, narrow + d, 4);
                     k.to_bf16(row + static_cast<size_t>(shape_.heads + shape_.kv_heads + head) * dim, dim, narrow);
                     uint16_t* values = block + kPositions * padded_dim + at / 2 * 2 * padded_dim + at % 2;
-                    for (int d = 0; d < dim; ++d) values[2 * d] = narrow[d];
+                    // Other rows of the block give this one weight 0, and 0 times infinity or NaN would reach them. The
+                    // row itself stays broken through its key and the residual stream.
+                    for (int d = 0; d < dim; ++d) values[2 * d] = (narrow[d] & 0x7f80) == 0x7f80 ? 0 : narrow[d];
                     if (!queries) continue;
                     for (int query = head * share; query < (head + 1) * share; ++query) {
                         const float* value = row + static_cast<size_t>(query) * dim;

@@ -292,13 +292,21 @@ void activate(const float* x, int k, int begin, int end, Format format, const Ac
             for (int i = 0; i < kBlock; i += W) store_bf16(to.values + row * stride + at + i, load(values + i));
             continue;
         }
-        // Infinity and NaN, which the maximum would drop, times 0 are NaN: the scale becomes NaN too.
+        // Infinity and NaN, which the maximum would drop, times 0 are NaN: then so is the scale.
         VF top = set(0.0f), broken = set(0.0f);
         for (int i = 0; i < kBlock; i += W) {
             top = max(top, abs(load(values + i)));
             broken = madd(load(values + i), set(0.0f), broken);
         }
-        const float largest_value = any_nan(broken) ? std::numeric_limits<float>::quiet_NaN() : largest(top);
+        const bool four_bits = format == Format::mxfp4;
+        const size_t index = static_cast<size_t>(row) * to.blocks + at / kBlock;
+        if (any_nan(broken)) {
+            std::memset(to.bytes + row * stride + at, 0, kBlock);
+            to.scales[index] = std::numeric_limits<float>::quiet_NaN();
+            to.offsets[index] = 0;
+            continue;
+        }
+        const float largest_value = largest(top);
         const float inverse = largest_value > 1e-30f ? 127.0f / largest_value : 0.0f;
         int8_t* bytes = to.bytes + row * stride + at;
         VI total = seti(0);
@@ -308,8 +316,6 @@ void activate(const float* x, int k, int begin, int end, Format format, const Ac
             store_int8(bytes + i, rounded);
         }
         const int sum_of_bytes = sum(total);
-        const bool four_bits = format == Format::mxfp4;
-        const size_t index = static_cast<size_t>(row) * to.blocks + at / kBlock;
         to.scales[index] = largest_value / 127.0f * (four_bits ? 0.5f : 1.0f);
         to.offsets[index] = -sum_of_bytes * (four_bits ? kMxfp4Offset : kInt8Offset);
     }
