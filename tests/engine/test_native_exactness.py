@@ -142,7 +142,7 @@ methods = st.one_of(
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(
     requests=st.lists(a_request(), min_size=1, max_size=16),
     limits=limits,
