@@ -422,6 +422,23 @@ def test_pages_that_held_nan() -> None:
         assert torch.equal(torch.cat([out, taps], dim=1), expected[start : start + count])
 
 
+@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+def test_a_broken_row_reaches_none_before_it(form: Format) -> None:
+    """A draft token whose embedding is damaged: neither in its own pass nor, once rejected, in the next."""
+    config = CONFIGS["llama"]
+    decoder = native_decoder(config, form)
+    hidden = rows_of(config, 20)
+    expected = whole(decoder, hidden)[:, : config.hidden_size]
+    cache = decoder.new_cache()
+    rows = torch.cat([hidden[:5], rows_of(config, 3) * torch.nan])
+    assert torch.equal(decoder.forward(rows, batch_of([8], [0], [0]), cache, [])[0][:5], expected[:5])
+    for at in range(5, 20):
+        found, _ = decoder.forward(hidden[at : at + 1].clone(), batch_of([1], [at], [0]), cache, [])
+        assert torch.equal(found, expected[at : at + 1])
+    broken, _ = decoder.forward(rows_of(config, 1) * torch.nan, batch_of([1], [20], [0]), cache, [])
+    assert broken.isnan().all()
+
+
 @settings(max_examples=4)
 @given(st.integers(0, 2**32))
 def test_a_long_context_in_any_chunks(seed: int) -> None:
