@@ -142,13 +142,13 @@ methods = st.one_of(
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     requests=st.lists(a_request(), min_size=1, max_size=16),
     limits=limits,
     method=methods,
     count=st.integers(1, 5),
-    workers=st.sampled_from([1, 1, 1, 2, 4]),
+    workers=st.sampled_from([1, 1, 1, 2, 3]),
 )
 def test_each_request_is_as_if_alone(
     dflash: Path,
