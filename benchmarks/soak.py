@@ -175,20 +175,15 @@ def soak_round(rng: random.Random, target: Target, requests: Sequence[Request], 
     drafter = load_drafter(SpeculativeConfig(next(iter(METHODS))), target)
     made = random_round(rng, drafter.max_tokens)
     drafted = made.num_speculative_tokens
-    library = native.library()
-    before = library.threads()
-    library.set_threads(made.threads)
-    served = serve(
-        Engine(
-            target.model,
-            EngineConfig(max_num_seqs=made.max_num_seqs, max_num_batched_tokens=made.max_num_batched_tokens),
-            eos_token_ids=target.tokenizer.eos_token_ids,
-            drafter=drafter if drafted else None,
-            num_speculative_tokens=drafted,
-        ),
-        requests,
+    together = Engine(
+        target.model,
+        EngineConfig(max_num_seqs=made.max_num_seqs, max_num_batched_tokens=made.max_num_batched_tokens),
+        eos_token_ids=target.tokenizer.eos_token_ids,
+        drafter=drafter if drafted else None,
+        num_speculative_tokens=drafted,
     )
-    library.set_threads(before)
+    with native.threads(made.threads):
+        served = serve(together, requests)
     tally.rounds += 1
     for request, sequence in zip(requests, served, strict=True):
         engine = Engine(target.model, EngineConfig(), eos_token_ids=target.tokenizer.eos_token_ids)

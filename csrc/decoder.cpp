@@ -61,7 +61,7 @@ void multiply(const Team& team, const Matrix& weight, const Activations& x, int 
 }  // namespace
 
 PagePool::PagePool(int layers, int kv_heads, int head_dim)
-    : layers_(layers), kv_heads_(kv_heads), head_dim_(head_dim), padded_dim_(padded(head_dim, 16)) {
+    : kv_heads_(kv_heads), head_dim_(head_dim), padded_dim_(padded(head_dim, 16)) {
     if (head_dim % 2) throw std::invalid_argument("the head size must be even");
     head_bytes_ = static_cast<size_t>(4) * kPagePositions * padded_dim_;
     page_bytes_ = head_bytes_ * layers * kv_heads;
@@ -126,9 +126,7 @@ void Decoder::prepare(const Rows& rows, int threads) {
     s.shared.fit(rows.count, std::max(shape_.hidden, shape_.heads * shape_.head_dim));
     s.gated.fit(rows.count, shape_.inner);
     s.own.resize(threads);
-    for (Scratch::Own& own : s.own) {
-        own.row.resize(std::max(shape_.hidden, 4 * shape_.head_dim));
-    }
+    for (Scratch::Own& own : s.own) own.row.resize(std::max(shape_.hidden, 4 * shape_.head_dim));
     int end = 0;
     size_t tiles = 0, partials = 0;
     for (const Span& span : rows.spans) {

@@ -23,12 +23,9 @@ class PagePool {
     int pages() const { return static_cast<int>(kPagesPerChunk * chunks_.size()); }
     size_t page_bytes() const { return page_bytes_; }
     size_t bytes() const { return page_bytes_ * kPagesPerChunk * chunks_.size(); }
-    int layers() const { return layers_; }
-    int kv_heads() const { return kv_heads_; }
-    int head_dim() const { return head_dim_; }
 
    private:
-    int layers_, kv_heads_, head_dim_, padded_dim_;
+    int kv_heads_, head_dim_, padded_dim_;
     size_t head_bytes_, page_bytes_;
     std::vector<Buffer> chunks_;
     std::vector<uint8_t*> addresses_;

@@ -100,7 +100,7 @@ struct Kernels {
     // out[row][column] (+)= x . w (+ bias) for the columns of panels [first, last). bias: padded to whole panels.
     void (*linear)(const MatrixView& w, const Activations& x, int rows, int first, int last, const float* bias,
                    bool accumulate, float* out, size_t out_stride);
-    // Asks the memory for a panel that will be multiplied soon.
+    // Asks the memory for the beginning of a panel that will be multiplied soon.
     void (*fetch)(const MatrixView& w, int panel);
     // Elements [begin, end) of one row, begin and end multiples of kBlock (end may be k), into `to` at `row`.
     void (*activate)(const float* x, int k, int begin, int end, Format format, const Activations& to, int row);
@@ -115,7 +115,7 @@ struct Kernels {
     // kBlock values to MXFP4: the codes, and the scale byte whose squared error is least among the OCP specification's
     // and its neighbours (of equals the specification's). -1 if a value is not finite.
     int (*quantize_block)(const float* x, uint8_t* codes);
-    // Philox words of tokens first to first + 63, first a multiple of 4 (see noise.h).
+    // Philox words of tokens first to first + 63, first a multiple of 4 (see noise.cpp).
     void (*noise_words)(uint64_t first, uint64_t seed, uint64_t position, uint32_t stream, uint32_t* words);
     // Which of 64 tokens may reach `best` or more with these words: a superset, as bits.
     uint64_t (*contenders)(const float* scores, const uint32_t* words, float best);
@@ -129,7 +129,7 @@ struct Kernels {
 };
 
 // Floats of one partial.
-constexpr size_t partial_size(int padded_dim) { return static_cast<size_t>(kQueries) * (padded_dim + 16); }
+constexpr size_t partial_size(int padded_dim) { return static_cast<size_t>(kQueries) * (padded_dim + 2); }
 
 // The best table this processor runs, or the one FOREDRAFT_ISA names (avx512, avx2, portable).
 // Raises std::runtime_error when that one is unknown or does not run here.

@@ -194,7 +194,8 @@ std::shared_ptr<Matrix> Matrix::from_bf16(const uint16_t* weights, int n, int k,
                     continue;
                 }
                 if (!std::isfinite(top)) finite = false;
-                const uint16_t scale = narrow_up(top / 127.0f);
+                // What is smaller is nothing, and the inverse of its scale would be infinite.
+                const uint16_t scale = top > 1e-30f ? narrow_up(top / 127.0f) : 0;
                 scales[index * kPanel + column] = scale;
                 const float inverse = scale ? 1.0f / widen(scale) : 0.0f;
                 for (int i = 0; i < kBlock; ++i)

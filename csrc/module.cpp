@@ -2,7 +2,6 @@
 // and models/native.py, checks shapes and types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -43,13 +42,7 @@ Rows rows_of(const Ints& starts, const Ints& counts, const Ints& pages, const Pa
     return rows;
 }
 
-std::vector<float> floats(std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>> array,
-                          size_t unit = 1) {
-    if (!array) return {};
-    std::vector<float> values(array->data(), array->data() + array->size());
-    values.resize((values.size() + unit - 1) / unit * unit);
-    return values;
-}
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 }  // namespace
 
@@ -100,9 +93,11 @@ NB_MODULE(_native, m) {
             [](LayerWeights* self, std::shared_ptr<Matrix> qkv, std::shared_ptr<Matrix> out, std::shared_ptr<Matrix> gate,
                std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down, nb::dict vectors) {
                 const auto vector = [&](const char* name, size_t unit) {
-                    using Array = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
                     if (!vectors.contains(name)) return std::vector<float>();
-                    return floats(nb::cast<Array>(vectors[name]), unit);
+                    const Floats array = nb::cast<Floats>(vectors[name]);
+                    std::vector<float> values(array.data(), array.data() + array.size());
+                    values.resize((values.size() + unit - 1) / unit * unit);
+                    return values;
                 };
                 new (self) LayerWeights{vector("input_norm", 1),       vector("q_norm", 1),
                                         vector("k_norm", 1),           vector("post_norm", 1),
@@ -179,9 +174,5 @@ NB_MODULE(_native, m) {
     m.def("gumbel_argmax", [](Address scores, int count, uint64_t seed, uint64_t position, uint32_t stream) {
         nb::gil_scoped_release release;
         return gumbel_argmax(at<const float>(scores), count, seed, position, stream);
-    });
-    m.def("uniform", [](uint64_t seed, uint64_t position, Address ids, int count, uint32_t stream, Address out) {
-        nb::gil_scoped_release release;
-        uniform(seed, position, at<const int64_t>(ids), count, stream, at<double>(out));
     });
 }

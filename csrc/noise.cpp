@@ -15,17 +15,6 @@ double gumbel(double u) { return -std::log(-std::log(u)); }
 
 }  // namespace
 
-void uniform(uint64_t seed, uint64_t position, const int64_t* ids, int count, uint32_t stream, double* out) {
-    uint32_t words[64];
-    int64_t drawn = -1;
-    for (int i = 0; i < count; ++i) {
-        const int64_t first = ids[i] / 64 * 64;
-        if (first != drawn) kernels().noise_words(first, seed, position, stream, words);
-        drawn = first;
-        out[i] = from_word(words[ids[i] - first]);
-    }
-}
-
 int gumbel_argmax(const float* scores, int count, uint64_t seed, uint64_t position, uint32_t stream) {
     const Kernels& k = kernels();
     const int top = k.argmax(scores, count);

@@ -5,9 +5,6 @@
 
 namespace foredraft {
 
-// One number in (0, 1) for each token id.
-void uniform(uint64_t seed, uint64_t position, const int64_t* ids, int count, uint32_t stream, double* out);
-
 // The token with the highest score plus standard Gumbel noise; of equals the lowest. Scores of -inf never win; -1 if
 // the highest score is NaN or infinite.
 int gumbel_argmax(const float* scores, int count, uint64_t seed, uint64_t position, uint32_t stream);

@@ -110,8 +110,6 @@ ThreadPool::ThreadPool() {
     }
 }
 
-ThreadPool::~ThreadPool() { stop(); }
-
 void ThreadPool::set_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("the number of threads must be at least 1");
     std::lock_guard<std::mutex> turn(turn_);

@@ -44,8 +44,6 @@ class ThreadPool {
     // runs first, within the turn, with the number of threads.
     void run(const std::function<void(const Team&)>& work, const std::function<void(int)>& prepare = {});
 
-    ~ThreadPool();
-
    private:
     ThreadPool();
     void start(int workers);

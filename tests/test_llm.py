@@ -297,6 +297,12 @@ def test_engine_limits_that_are_wrong(name: str, value: Any) -> None:
         EngineConfig(**{name: value})
 
 
+def test_a_loaded_target_is_as_it_was_loaded(target: Target) -> None:
+    for settings in ({"quantization": "mxfp4"}, {"kernels": "pytorch"}):
+        with pytest.raises(UserError, match="give them to load_target"):
+            LLM(target, **settings)
+
+
 def test_an_llm_that_cannot_be(folder: Path) -> None:
     with pytest.raises(UserError, match="dtype is 'int4', expected one of bfloat16, float32, float64"):
         LLM(str(folder), dtype="int4")

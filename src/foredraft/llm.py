@@ -131,7 +131,7 @@ class LLM:
     model: alias, folder, GGUF file or Hub id (see ``load_target``). speculative_config: a mapping with vLLM's
     keys (``method``, ``model``, ``num_speculative_tokens``), JSON text, or None for plain decoding; ``speculation`` is
     what came of it, with every default filled in. quantization: of the target's weights, see ``Quantization``.
-    kernels: auto, native or pytorch (see ``operations``). Both belong to loading: a loaded Target has its own.
+    kernels: auto, native or pytorch (see ``operations``). Both belong to loading, so not with a loaded Target.
     Raises UserError for anything that does not fit.
     """
 
@@ -157,6 +157,8 @@ class LLM:
             speculation = None
         if speculation:
             check_method(speculation)
+        if not isinstance(model, str) and (quantization, kernels) != ("none", "auto"):
+            raise UserError("quantization and kernels belong to loading; give them to load_target, not with its Target")
         self.target = (
             load_target(model, DTYPES[dtype], device, quantization=quantization, kernels=kernels)
             if isinstance(model, str)

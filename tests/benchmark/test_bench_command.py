@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from foredraft.benchmark.remote import BenchmarkError
 from foredraft.benchmark.results import Run
 from foredraft.cli import bench as command
 from foredraft.errors import UserError
-from foredraft.models.loading import Target
+from foredraft.models.loading import Quantization, Target
 
 ROOM = 300
 
@@ -60,6 +61,32 @@ def test_runs_and_writes_what_the_contract_says(app: typer.Typer, tmp_path: Path
     assert result.stdout.count("dflash") == 8 + 2
 
 
+def test_each_quantization_is_compared_with_its_own_plain_decoding(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, quantization: Quantization, kernels: str) -> Target:
+        assert kernels == "pytorch"
+        target = tiny_target(seed=len(quantization), max_position_embeddings=ROOM)
+        return replace(target, quantization=quantization)
+
+    monkeypatch.setattr(command, "load_target", load)
+    options = ["-N", "3", "--quick", "--quantization", "none,mxfp4", "--kernels", "pytorch", "--output", "f.json"]
+    result = runner.invoke(app, [*USUAL, *options])
+    assert result.exit_code == 0, result.output
+    runs = json.loads(Path("f.json").read_text())["runs"]
+    assert [(run["quantization"], run["method"]) for run in runs] == [
+        (quantization, method) for quantization in ("none", "mxfp4") for _ in range(2) for method in ("none", "dflash")
+    ]
+    assert all(run["identical_to_plain"] is True for run in runs)
+
+
+@pytest.mark.parametrize("options", [["--quantization", "mxfp4"], ["--kernels", "native"]])
+def test_a_server_has_settings_of_its_own(app: typer.Typer, options: list[str]) -> None:
+    result = runner.invoke(app, ["auto", "--base-url", "http://127.0.0.1:9", *options])
+    assert isinstance(result.exception, UserError)
+    assert "leave them out with --base-url" in str(result.exception)
+
+
 def test_quick_is_small(app: typer.Typer) -> None:
     result = runner.invoke(app, [*USUAL, "-N", "3", "--quick", "--output", "f.json"])
     assert result.exit_code == 0, result.output
@@ -88,8 +115,8 @@ def refuse(*_: Any) -> Target:
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--max-tokens", "0"], "--max-tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--quantization", "int3"], "expected one of none, mxfp4, mxfp4-a16"),
-        (["--quantization", "int3"], "--quantization is 'int3'"),
+        (["--quantization", "none,int3"], "--quantization is 'int3', expected one of none, mxfp4, mxfp4-a16"),
+        (["--kernels", "fast"], "--kernels is 'fast', expected one of auto, native, pytorch"),
         (["--dtype", "int8"], "dtype is 'int8'"),
         (["--output", "nowhere/f.json"], "does not exist"),
         (["--base-url", "http://localhost:8000"], "leave them out with --base-url"),

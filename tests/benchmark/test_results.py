@@ -30,11 +30,13 @@ CONTRACT = [
 ]
 
 
-def condition(method: str = "dflash", n: int = 3, dataset: str = "gsm8k", concurrency: int = 1) -> Condition:
+def condition(
+    method: str = "dflash", n: int = 3, dataset: str = "gsm8k", concurrency: int = 1, quantization: str = "none"
+) -> Condition:
     return Condition(
         model="tiny",
         dtype="float64",
-        quantization="none",
+        quantization=quantization,
         method=method,
         drafter=None,
         num_speculative_tokens=n,
@@ -169,6 +171,20 @@ def test_best_n_is_told_where_several_were_tried() -> None:
         "Best N of dflash at concurrency 1: gsm8k 5 (4.00x)",
         "Best N of dflash at concurrency 8: gsm8k 3 (4.00x)",
     ]
+
+
+def test_weights_are_told_apart_where_some_are_quantised() -> None:
+    runs = [
+        summarize(condition(n=n, quantization=quantization), Measurement(seconds, PLAIN.conversations), PLAIN)
+        for quantization, n, seconds in (("none", 2, 2.0), ("none", 3, 1.0), ("mxfp4", 2, 0.5), ("mxfp4", 3, 1.0))
+    ]
+    assert list(best_lines(runs)) == [
+        "Best N of dflash at concurrency 1: gsm8k 3 (4.00x)",
+        "Best N of dflash on mxfp4 at concurrency 1: gsm8k 2 (8.00x)",
+    ]
+    columns = {str(column.header): list(column.cells) for column in results_table(runs).columns}
+    assert columns["weights"] == ["none", "none", "mxfp4", "mxfp4"]
+    assert "weights" not in [column.header for column in results_table(runs[:2]).columns]
 
 
 def test_table_has_a_row_for_each_run() -> None:

@@ -4,8 +4,7 @@ Plain decoding is taken at its definition: for every token one whole pass over t
 nothing kept from before.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -63,17 +62,6 @@ def plain(quantization: Quantization) -> PlainDecoder:
 def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = dflash_json(TINY)
     return write_dflash(tmp_path_factory.mktemp("dflash"), raw, dflash_tensors(raw))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    library = native.library()
-    before = library.threads()
-    library.set_threads(count)
-    try:
-        yield
-    finally:
-        library.set_threads(before)
 
 
 @dataclass(frozen=True)
@@ -161,7 +149,7 @@ def test_each_request_is_as_if_alone(
 ) -> None:
     """No method, drafters that propose anything, DFlash at any N; any batch, chunking, neighbours and threads."""
     target = tiny(quantization)
-    with threads(1):
+    with native.threads(1):
         expected = [plain(quantization)(r.prompt, r.params, r.seed, MAX_LEN) for r in requests]
     drafter: Drafter | None = None
     if method == "dflash":
@@ -176,7 +164,7 @@ def test_each_request_is_as_if_alone(
         drafter=drafter,
         num_speculative_tokens=count if drafter else 0,
     )
-    with threads(workers):
+    with native.threads(workers):
         served = serve(engine, requests)
     for request, alone, sequence in zip(requests, expected, served, strict=True):
         length = sequence.num_output

@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -306,20 +305,9 @@ def test_the_reference_can_tell() -> None:
 # What a row depends on: bit for bit
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    library = native.library()
-    before = library.threads()
-    library.set_threads(count)
-    try:
-        yield
-    finally:
-        library.set_threads(before)
-
-
 def whole(decoder: NativeDecoder, hidden: Tensor) -> Tensor:
     """Output and taps of all rows of a sequence, in one pass with nothing else beside them, by one thread."""
-    with threads(1):
+    with native.threads(1):
         out, taps = decoder.forward(hidden.clone(), batch_of([len(hidden)], [0], [0]), decoder.new_cache(), [0, 1])
     assert taps is not None
     return torch.cat([out, taps], dim=1)
@@ -393,7 +381,7 @@ def test_any_schedule_computes_what_each_sequence_alone_would(
             starts.append(done)
             kept.append(count)
         counts = [len(part) for part in rows]
-        with threads(rng.randint(1, 4)):
+        with native.threads(rng.randint(1, 4)):
             out, taps = decoder.forward(torch.cat(rows), batch_of(counts, starts, slots), cache, [0, 1])
         assert taps is not None
         for slot, part, count in zip(slots, torch.cat([out, taps], dim=1).split(counts), kept, strict=True):
@@ -452,7 +440,7 @@ def test_a_long_context_in_any_chunks(seed: int) -> None:
         count = min(rng.choice([1, 3, 17, 130, 400]), len(hidden) - done)
         beside = rows_of(config, rng.choice([1, 40]), done)
         rows = torch.cat([hidden[done : done + count], beside])
-        with threads(rng.randint(1, 4)):
+        with native.threads(rng.randint(1, 4)):
             batch = batch_of([count, len(beside)], [done, 0], [0, 1])
             out, taps = decoder.forward(rows, batch, cache, [0, 1])
         assert taps is not None
@@ -475,7 +463,7 @@ def test_a_drafted_block_depends_on_its_own_context_alone(
 
     def alone(slot: int, block: Tensor) -> Tensor:
         own, length = decoder.new_cache(), lengths[slot]
-        with threads(1):
+        with native.threads(1):
             decoder.inject(contexts[slot][:length].clone(), batch_of([length], [0], [0]), own)
             return decoder.forward(block.clone(), batch_of([len(block)], [length], [0]), own, [])[0]
 
@@ -483,13 +471,13 @@ def test_a_drafted_block_depends_on_its_own_context_alone(
         slots = rng.sample(range(3), rng.randint(1, 3))
         grown = [rng.choice([1, 1, 4, 30, 0]) for _ in slots]
         parts = [contexts[slot][lengths[slot] : lengths[slot] + more] for slot, more in zip(slots, grown, strict=True)]
-        with threads(rng.randint(1, 4)):
+        with native.threads(rng.randint(1, 4)):
             decoder.inject(torch.cat(parts), batch_of(grown, [lengths[slot] for slot in slots], slots), cache)
         for slot, more in zip(slots, grown, strict=True):
             lengths[slot] += more
         counts = [rng.choice([2, 8, 16]) for _ in slots]
         blocks = [rows_of(config, count, turn) for count in counts]
-        with threads(rng.randint(1, 4)):
+        with native.threads(rng.randint(1, 4)):
             batch = batch_of(counts, [lengths[slot] for slot in slots], slots)
             found, _ = decoder.forward(torch.cat(blocks), batch, cache, [])
         for slot, block, part in zip(slots, blocks, found.split(counts), strict=True):
@@ -533,7 +521,7 @@ def test_python_threads_may_share_a_decoder() -> None:
             time.sleep(1e-4)
         return True
 
-    with threads(2), ThreadPoolExecutor(4) as pool:
+    with native.threads(2), ThreadPoolExecutor(4) as pool:
         assert all(future.result() for future in [pool.submit(work) for work in (decode, prefill, retune, decode)])
 
 

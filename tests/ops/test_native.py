@@ -4,8 +4,6 @@ Every instruction set runs the same tests: FOREDRAFT_ISA=avx2 or portable in pyt
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import ml_dtypes
@@ -31,8 +29,8 @@ FORMS = ("bf16", "int8", "mxfp4", "mxfp4_a16")
 BLOCK = 32
 # N and K around the kernels' panels and blocks of 32, and above them.
 SHAPES = [(1, 1), (5, 7), (31, 33), (32, 32), (33, 31), (48, 64), (70, 161), (257, 96), (64, 576)]
-# Around the rows that one tile holds (7 or 8), and the rows that stay in the cache (96).
-ROWS = [1, 2, 7, 8, 9, 17, 64, 70, 100]
+# Around the rows that one tile holds (4, 6 or 8), and the rows that stay in the cache (96).
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 70, 100]
 # The rounding of a float32 operation, twice, for the scales that are multiplied first.
 FLOAT32 = 2.0**-23
 
@@ -44,17 +42,6 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def weight(n: int, k: int, seed: int = 1) -> Tensor:
     """Rows of sizes that differ."""
     return (random(n, k, seed=seed) * torch.logspace(-2, 1, n).unsqueeze(1)).bfloat16()
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    library = native.library()
-    before = library.threads()
-    library.set_threads(count)
-    try:
-        yield
-    finally:
-        library.set_threads(before)
 
 
 def padded(x: Tensor) -> Tensor:
@@ -107,7 +94,7 @@ def test_the_instruction_set_is_the_one_asked_for() -> None:
 def test_threads_are_those_of_the_process() -> None:
     library = native.library()
     assert library.available_threads() == len(os.sched_getaffinity(0))
-    with threads(3):
+    with native.threads(3):
         assert library.threads() == 3
     with pytest.raises(ValueError, match="at least 1"):
         library.set_threads(0)
@@ -260,7 +247,7 @@ def test_weights_that_are_none_are_refused(form: str, value: float, at: tuple[in
     with pytest.raises(UserError, match="NaN or infinite"):
         native.pack(w, form)
     if form == "mxfp4":
-        with pytest.raises(ValueError, match="NaN or infinite"):
+        with pytest.raises(UserError, match="NaN or infinite"):
             native.quantize(padded(w))
 
 
@@ -395,16 +382,6 @@ def test_gumbel_argmax_of_scores_without_a_finite_top(scores: list[float]) -> No
     assert native.gumbel_argmax(np.array(scores, dtype=np.float32), 1, 2, noise.Stream.TARGET) == -1
 
 
-@given(keys, st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30))
-def test_uniform_is_numpys(key: tuple[int, int, noise.Stream], ids: list[int]) -> None:
-    seed, position, stream = key
-    token_ids, out = np.array(ids, dtype=np.int64), np.empty(len(ids))
-    native.library().uniform(
-        seed & 0xFFFFFFFFFFFFFFFF, position, token_ids.ctypes.data, len(ids), int(stream), out.ctypes.data
-    )
-    assert out.tolist() == noise.uniform(seed, position, token_ids, stream).tolist()
-
-
 # Batch invariance: bit for bit
 
 
@@ -418,14 +395,14 @@ def test_a_row_of_linear_depends_on_nothing_else(form: str, data: st.DataObject)
     w, x = weight(n, k, seed=seed), random(80, k, seed=seed + 1)
     bias = random(n, seed=seed + 2) if data.draw(st.booleans()) else None
     packed = native.pack(w, form)
-    with threads(1):
+    with native.threads(1):
         alone = torch.cat([native.linear(row.unsqueeze(0), packed, bias) for row in x])
     for _ in range(4):
         order = torch.tensor(data.draw(st.lists(st.integers(0, 79), min_size=1, max_size=130)))
         hostile = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(order), max_size=len(order))))
         mixed = x[order]
         mixed[hostile] = data.draw(st.sampled_from([0.0, 1e30, float("inf"), float("nan")]))
-        with threads(data.draw(st.integers(1, 4))):
+        with native.threads(data.draw(st.integers(1, 4))):
             found = native.linear(mixed, packed, bias)
         assert torch.equal(found[~hostile], alone[order[~hostile]])
     first, last = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
@@ -437,10 +414,10 @@ def test_a_row_of_linear_depends_on_nothing_else(form: str, data: st.DataObject)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_number_of_rows_gives_the_same_bits(form: str) -> None:
     x, packed = random(200, 96), native.pack(weight(65, 96), form)
-    with threads(1):
+    with native.threads(1):
         alone = torch.cat([native.linear(row.unsqueeze(0), packed) for row in x])
     for rows in (*range(1, 71), 95, 96, 97, 192, 193, 200):
-        with threads(1 + rows % 4):
+        with native.threads(1 + rows % 4):
             assert torch.equal(native.linear(x[:rows], packed), alone[:rows])
 
 
@@ -451,7 +428,7 @@ def test_a_row_of_the_other_operations_depends_on_nothing_else(size: int, rows: 
     ids = torch.arange(rows).flip(0) % 7
     table = native.pack(weight(7, size), "int8")
     angles = random(rows, 2 * size, seed=seed + 2)
-    with threads(count):
+    with native.threads(count):
         together = (
             native.rms_norm(x, w, 1e-6),
             native.silu_mul(x),
@@ -459,7 +436,7 @@ def test_a_row_of_the_other_operations_depends_on_nothing_else(size: int, rows: 
             native.embedding(ids, table),
             native.rope(x.unsqueeze(1), angles, angles),
         )
-    with threads(1):
+    with native.threads(1):
         for i in range(rows):
             row = x[i : i + 1]
             alone = (
@@ -476,8 +453,8 @@ def test_a_row_of_the_other_operations_depends_on_nothing_else(size: int, rows: 
 @pytest.mark.parametrize("form", FORMS)
 def test_packing_depends_on_no_thread(form: str) -> None:
     w = weight(130, 70)
-    with threads(1):
+    with native.threads(1):
         expected = native.unpack(native.pack(w, form))
     for count in (2, 3, 4):
-        with threads(count):
+        with native.threads(count):
             assert torch.equal(native.unpack(native.pack(w, form)), expected)

@@ -90,10 +90,11 @@ def bench(
     """
     quantizations = [options.quantization(each) for each in _listed("--quantization", quantization)]
     chosen_kernels = options.kernels(kernels)
-    if base_url is not None and (method, num_speculative_tokens, drafter) != (None, None, None):
+    own_settings = (method, num_speculative_tokens, drafter, quantization, kernels)
+    if base_url is not None and own_settings != (None, None, None, "none", "auto"):
         raise UserError(
-            "--method, --num-speculative-tokens and --drafter are the server's own settings; leave them out "
-            "with --base-url"
+            "--method, --num-speculative-tokens, --drafter, --quantization and --kernels are the server's own "
+            "settings; leave them out with --base-url"
         )
     if base_url is None and model == "auto":
         raise UserError("MODEL auto is the first model of a server; add --base-url, or name a model")

@@ -65,7 +65,7 @@ class KVCache:
     def release(self, slot: int) -> None:
         self._lengths.pop(slot, None)
 
-    def prepare(self, batch: Batch, visibility: Visibility = Visibility()) -> CacheStep:  # noqa: B008
+    def prepare(self, batch: Batch, visibility: Visibility = Visibility()) -> CacheStep:
         """Make room for a batch and plan its writes and its attention (see ``plan_attention``)."""
         self.reserve(max(batch.slots) + 1, max(batch.ends))
         attention = plan_attention(

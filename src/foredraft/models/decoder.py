@@ -23,8 +23,9 @@ from foredraft.models.layers import (
 )
 from foredraft.models.native import NativeDecoder
 from foredraft.models.rope import RotaryTable, inverse_frequencies
-from foredraft.ops import NATIVE, REFERENCE, Format, Operations, Weight, native
+from foredraft.ops import NATIVE, REFERENCE, Format, Matrix, Operations, Weight, native
 from foredraft.ops.plan import Visibility
+from foredraft.quantization.mxfp4 import MXFP4Tensor
 
 
 class Decoder(Protocol):
@@ -74,10 +75,12 @@ class TorchDecoder:
         self._ops = ops
         self._dtype = dtype
         self._visibility = visibility
-        self.layers = [
-            layer.map_matrices(lambda weight: dense(weight, dtype)).map_matrices(lambda weight: ops.pack(weight, form))
-            for layer in layers
-        ]
+
+        def pack(weight: Weight) -> Matrix:
+            # What is MXFP4 already is not rounded again.
+            return ops.pack(dense(weight, dtype), "bf16" if isinstance(weight, MXFP4Tensor) else form)
+
+        self.layers = [layer.map_matrices(pack) for layer in layers]
         self.device = self.layers[0].input_norm.device
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
         self.rotary = RotaryTable(frequencies, factor, dtype, self.device)

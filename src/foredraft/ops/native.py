@@ -4,6 +4,8 @@ whatever the number of rows or threads.
 Meanings and shapes are those of ``reference.py``. Tensors are made contiguous where they are not.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -53,6 +55,17 @@ def isa() -> str:
     """The instruction set in use: avx512, avx2 or portable."""
     name: str = library().isa()
     return name
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let the kernels use ``count`` threads for a while; results do not depend on it."""
+    before = library().threads()
+    library().set_threads(count)
+    try:
+        yield
+    finally:
+        library().set_threads(before)
 
 
 def embedding(token_ids: Tensor, table: NativeMatrix) -> Tensor:
@@ -138,12 +151,15 @@ def gumbel_argmax(scores: NDArray[np.float32], seed: int, position: int, stream:
 
 
 def quantize(weight: Tensor) -> MXFP4Tensor:
-    """As ``quantization.mxfp4.quantize`` with its rule "mse", for bfloat16."""
+    """As ``quantization.mxfp4.quantize`` with its rule "mse", for bfloat16 [N, K], K a multiple of 32."""
     rows, columns = weight.shape
     values = weight.detach().to(torch.bfloat16).contiguous()
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scales = torch.empty(rows, columns // BLOCK, dtype=torch.uint8)
-    library().quantize_mxfp4(values.data_ptr(), rows, columns, codes.data_ptr(), scales.data_ptr())
+    try:
+        library().quantize_mxfp4(values.data_ptr(), rows, columns, codes.data_ptr(), scales.data_ptr())
+    except ValueError as error:
+        raise UserError(f"{error} and cannot be MXFP4") from error
     return MXFP4Tensor(codes, scales)
 
 

@@ -12,6 +12,7 @@ from foredraft import __version__
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig
 from foredraft.models.layers import Weights
+from foredraft.ops import native
 from foredraft.quantization.layouts import CODES_SUFFIX, SCALES_SUFFIX, Layout, config_field
 from foredraft.quantization.mxfp4 import BLOCK, MXFP4Tensor, Rule, quantize, relative_error
 from foredraft.quantization.shards import PARTIAL, Entry, Shard, write_file
@@ -256,7 +257,8 @@ def _converted(weight: _Weight, weights: Weights, rule: Rule, errors: dict[str, 
     if isinstance(tensor, MXFP4Tensor):
         return [tensor.codes, tensor.scales]
     try:
-        quantized = quantize(tensor, rule)
+        fast = rule == "mse" and native.unavailable() is None
+        quantized = native.quantize(tensor) if fast else quantize(tensor, rule)
     except UserError as error:
         raise UserError(f"{weight.name}: {error}") from error
     errors[weight.name] = relative_error(tensor, quantized)
