@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
+#include <string>
 
 namespace foredraft {
 namespace {
@@ -14,6 +16,8 @@ constexpr int kFewRows = 16;
 constexpr int kTilesEach = 16;
 // A stack up to this size (a drafter) can stay in the last cache while a larger one streams by.
 constexpr size_t kKeptBytes = size_t{16} << 20;
+// Logits whose sum of exponentials is one step: they stay in the first cache, and threads share the steps.
+constexpr int kBestStep = 4096;
 
 int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
@@ -51,6 +55,13 @@ void fetch(const Team& team, const Matrix& weight) {
     if (first < last) kernels().fetch(weight.view(), first);
 }
 
+void require_shape(const char* name, const Matrix& matrix, int n, int k) {
+    const MatrixView& view = matrix.view();
+    if (view.n != n || view.k != k)
+        throw std::invalid_argument(std::string(name) + " is " + std::to_string(view.n) + " x " + std::to_string(view.k) +
+                                    ", expected " + std::to_string(n) + " x " + std::to_string(k));
+}
+
 void multiply(const Team& team, const Matrix& weight, const Activations& x, int rows, const float* bias,
               bool accumulate, float* out, size_t stride) {
     int first, last;
@@ -61,7 +72,7 @@ void multiply(const Team& team, const Matrix& weight, const Activations& x, int 
 }  // namespace
 
 PagePool::PagePool(int layers, int kv_heads, int head_dim)
-    : kv_heads_(kv_heads), head_dim_(head_dim), padded_dim_(padded(head_dim, 16)) {
+    : layers_(layers), kv_heads_(kv_heads), head_dim_(head_dim), padded_dim_(padded(head_dim, 16)) {
     if (head_dim % 2) throw std::invalid_argument("the head size must be even");
     head_bytes_ = static_cast<size_t>(4) * kPagePositions * padded_dim_;
     page_bytes_ = head_bytes_ * layers * kv_heads;
@@ -92,14 +103,31 @@ struct Decoder::Scratch {
     std::vector<float> partials;
 };
 
-Decoder::Decoder(DecoderShape shape, std::vector<LayerWeights> layers, std::vector<float> frequencies, float factor)
+Decoder::Decoder(DecoderShape shape, std::vector<LayerWeights> layers, std::vector<float> frequencies, float factor,
+                 std::vector<int> kv_layers)
     : shape_(shape),
       layers_(std::move(layers)),
       frequencies_(std::move(frequencies)),
       factor_(factor),
+      kv_layers_(std::move(kv_layers)),
       scratch_(new Scratch, [](Scratch* scratch) { delete scratch; }) {
     if (static_cast<int>(frequencies_.size()) * 2 != shape_.head_dim)
         throw std::invalid_argument("there must be one rotary frequency for each pair of a head's dimensions");
+    if (layers_.empty()) throw std::invalid_argument("a decoder needs a layer");
+    if (shape_.kv_heads < 1 || shape_.heads % shape_.kv_heads)
+        throw std::invalid_argument("the heads must be a multiple of the key/value heads");
+    if (!kv_layers_.empty() && kv_layers_.size() != layers_.size())
+        throw std::invalid_argument("kv_layers must name a layer for each layer");
+    const int queries = shape_.heads * shape_.head_dim;
+    const int rows = queries + (kv_layers_.empty() ? 2 * shape_.kv_heads * shape_.head_dim : 0);
+    for (const LayerWeights& layer : layers_) {
+        const int columns = &layer == &layers_.front() ? attention_width() : shape_.hidden;
+        require_shape("qkv", *layer.qkv, rows, columns);
+        require_shape("out", *layer.out, shape_.hidden, queries);
+        require_shape("gate", *layer.gate, shape_.inner, shape_.hidden);
+        require_shape("up", *layer.up, shape_.inner, shape_.hidden);
+        require_shape("down", *layer.down, shape_.hidden, shape_.inner);
+    }
     if (weight_bytes() > kKeptBytes)
         for (LayerWeights& layer : layers_)
             for (const auto& matrix : {layer.qkv, layer.out, layer.gate, layer.up, layer.down}) matrix->set_streamed();
@@ -110,6 +138,19 @@ size_t Decoder::weight_bytes() const {
     for (const LayerWeights& layer : layers_)
         for (const auto& matrix : {layer.qkv, layer.out, layer.gate, layer.up, layer.down}) total += matrix->bytes();
     return total;
+}
+
+void Decoder::check(const PagePool& pool) const {
+    if (pool.kv_heads() != shape_.kv_heads || pool.head_dim() != shape_.head_dim)
+        throw std::invalid_argument("the cache has " + std::to_string(pool.kv_heads()) + " key/value heads of " +
+                                    std::to_string(pool.head_dim()) + ", the layers " + std::to_string(shape_.kv_heads) +
+                                    " of " + std::to_string(shape_.head_dim));
+    for (int index = 0; index < layers(); ++index) {
+        const int layer = kv_layers_.empty() ? index : kv_layers_[index];
+        if (layer < 0 || layer >= pool.layers())
+            throw std::invalid_argument("the cache has layers 0 to " + std::to_string(pool.layers() - 1) + ", not " +
+                                        std::to_string(layer));
+    }
 }
 
 void Decoder::prepare(const Rows& rows, int threads) {
@@ -123,7 +164,7 @@ void Decoder::prepare(const Rows& rows, int threads) {
     grow(s.gate, shape_.inner);
     grow(s.up, shape_.inner);
     grow(s.queries, static_cast<size_t>(shape_.heads) * dim);
-    s.shared.fit(rows.count, std::max(shape_.hidden, shape_.heads * shape_.head_dim));
+    s.shared.fit(rows.count, std::max({shape_.hidden, shape_.heads * shape_.head_dim, attention_width()}));
     s.gated.fit(rows.count, shape_.inner);
     s.own.resize(threads);
     for (Scratch::Own& own : s.own) own.row.resize(std::max(shape_.hidden, 4 * shape_.head_dim));
@@ -151,6 +192,35 @@ void Decoder::prepare(const Rows& rows, int threads) {
                 sines_[position * half + i] = static_cast<float>(std::sin(static_cast<double>(angle))) * factor_;
             }
     }
+}
+
+// Query `query` of a row of qkv, normed and rotated; `room` holds two heads.
+void Decoder::put_query(const LayerWeights& layer, const float* row, int position, int at, int query, float* room) {
+    const Kernels& k = kernels();
+    const int dim = shape_.head_dim;
+    const size_t half = frequencies_.size();
+    const float* value = row + static_cast<size_t>(query) * dim;
+    if (!layer.q_norm.empty()) {
+        k.rms_norm(value, layer.q_norm.data(), dim, shape_.eps, room);
+        value = room;
+    }
+    k.rope(value, cosines_.data() + position * half, sines_.data() + position * half, dim, room + dim);
+    k.to_bf16(room + dim, dim,
+              scratch_->queries.data() + (static_cast<size_t>(at) * shape_.heads + query) * padded(dim, 16));
+}
+
+// For layers without keys and values of their own.
+void Decoder::write_queries(const Team& team, const LayerWeights& layer, const Rows& rows) {
+    Scratch& s = *scratch_;
+    const size_t width = static_cast<size_t>(shape_.heads) * shape_.head_dim;
+    float* room = s.own[team.thread].row.data();
+    for (const Span& span : rows.spans)
+        for (int i = 0; i < span.count; ++i) {
+            const int at = span.first_row + i;
+            if (at % team.threads != team.thread) continue;
+            for (int query = 0; query < shape_.heads; ++query)
+                put_query(layer, s.qkv.data() + at * width, span.start + i, at, query, room);
+        }
 }
 
 void Decoder::write_keys_values(const Team& team, const LayerWeights& layer, const Rows& rows, const PagePool& pool,
@@ -192,17 +262,8 @@ void Decoder::write_keys_values(const Team& team, const LayerWeights& layer, con
                     // row itself stays broken through its key and the residual stream.
                     for (int d = 0; d < dim; ++d) values[2 * d] = (narrow[d] & 0x7f80) == 0x7f80 ? 0 : narrow[d];
                     if (!queries) continue;
-                    for (int query = head * share; query < (head + 1) * share; ++query) {
-                        const float* value = row + static_cast<size_t>(query) * dim;
-                        if (!layer.q_norm.empty()) {
-                            k.rms_norm(value, layer.q_norm.data(), dim, shape_.eps, normed);
-                            value = normed;
-                        }
-                        k.rope(value, cosines, sines, dim, rotated);
-                        k.to_bf16(rotated, dim,
-                                  s.queries.data() +
-                                      (static_cast<size_t>(span.first_row + i) * shape_.heads + query) * padded_dim);
-                    }
+                    for (int query = head * share; query < (head + 1) * share; ++query)
+                        put_query(layer, row, position, span.first_row + i, query, normed);
                 }
             }
             from = to;
@@ -281,11 +342,13 @@ void Decoder::attend(const Team& team, const Rows& rows, const PagePool& pool, i
     });
 }
 
-void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std::vector<int>& tap_layers, float* taps,
-                      const std::vector<int>& windows, const std::vector<bool>& causal) {
+void Decoder::forward(float* hidden, const float* attention_input, const Rows& rows, PagePool& pool,
+                      const std::vector<int>& tap_layers, float* taps, const std::vector<int>& windows,
+                      const std::vector<bool>& causal) {
+    check(pool);
     const Kernels& k = kernels();
     const int count = rows.count, width = shape_.hidden, dim = shape_.head_dim;
-    const int heads = shape_.heads * dim, qkv = heads + 2 * shape_.kv_heads * dim;
+    const int heads = shape_.heads * dim;
     Scratch& s = *scratch_;
     const auto work = [&](const Team& team) {
         Scratch::Own& own = s.own[team.thread];
@@ -310,12 +373,18 @@ void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std
         };
         for (int index = 0; index < layers(); ++index) {
             const LayerWeights& layer = layers_[index];
-            multiply(team, *layer.qkv, activations(hidden, width, layer.input_norm.data(), layer.qkv->view().format),
-                     count, optional(layer.qkv_bias), false, s.qkv.data(), qkv);
+            const MatrixView& qkv = layer.qkv->view();
+            multiply(team, *layer.qkv,
+                     index == 0 && attention_input ? activations(attention_input, qkv.k, nullptr, qkv.format)
+                                                   : activations(hidden, width, layer.input_norm.data(), qkv.format),
+                     count, optional(layer.qkv_bias), false, s.qkv.data(), qkv.n);
             team.barrier();
-            write_keys_values(team, layer, rows, pool, index, true);
+            if (kv_layers_.empty())
+                write_keys_values(team, layer, rows, pool, index, true);
+            else
+                write_queries(team, layer, rows);
             team.barrier();
-            attend(team, rows, pool, index, windows[index], causal[index]);
+            attend(team, rows, pool, kv_layers_.empty() ? index : kv_layers_[index], windows[index], causal[index]);
             fetch(team, *layer.out);
             team.barrier();
             multiply(team, *layer.out, activations(s.mixed.data(), heads, nullptr, layer.out->view().format), count,
@@ -356,6 +425,7 @@ void Decoder::forward(float* hidden, const Rows& rows, PagePool& pool, const std
 }
 
 void Decoder::inject(const float* context, const Rows& rows, PagePool& pool) {
+    check(pool);
     const Kernels& k = kernels();
     const int count = rows.count, dim = shape_.head_dim;
     const int heads = shape_.heads * dim, qkv = heads + 2 * shape_.kv_heads * dim;
@@ -427,6 +497,38 @@ void argmax(const float* x, int rows, int count, int64_t* out) {
         for (int row = team.thread; row < rows; row += team.threads)
             out[row] = kernels().argmax(x + static_cast<size_t>(row) * count, count);
     });
+}
+
+void best(const float* x, int rows, int count, int64_t* ids, float* log_probs) {
+    const int steps = (count + kBestStep - 1) / kBestStep;
+    std::vector<Peak> peaks(static_cast<size_t>(rows) * steps);
+    ThreadPool::instance().run([&](const Team& team) {
+        int begin, end;
+        team.share(rows * steps, 1, begin, end);
+        for (int task = begin; task < end; ++task) {
+            const int first = task % steps * kBestStep;
+            peaks[task] = kernels().peak(x + static_cast<size_t>(task / steps) * count + first,
+                                         std::min(kBestStep, count - first));
+        }
+    });
+    for (int row = 0; row < rows; ++row) {
+        const Peak* own = peaks.data() + static_cast<size_t>(row) * steps;
+        float top = -std::numeric_limits<float>::infinity();
+        bool broken = false;
+        ids[row] = 0;
+        for (int step = 0; step < steps; ++step) {
+            broken |= own[step].broken;
+            if (!(own[step].top > top)) continue;
+            top = own[step].top;
+            ids[row] = static_cast<int64_t>(step) * kBestStep + own[step].at;
+        }
+        if (broken) ids[row] = kernels().argmax(x + static_cast<size_t>(row) * count, count);
+        double mass = 0.0;
+        for (int step = 0; step < steps; ++step)
+            mass += own[step].mass * std::exp(static_cast<double>(own[step].top) - top);
+        const bool none = broken || top == -std::numeric_limits<float>::infinity();
+        log_probs[row] = none ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(-std::log(mass));
+    }
 }
 
 void embedding(const Matrix& table, const int64_t* ids, int rows, float* out) {

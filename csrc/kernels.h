@@ -95,6 +95,14 @@ struct QueryTile {
     float* out[kQueries];
 };
 
+// What one part of a row of logits adds to its best one and its log probability.
+struct Peak {
+    float top;    // the highest
+    int at;       // the first that is
+    float mass;   // sum of e^(logit - top)
+    bool broken;  // one is NaN or positive infinity: then nothing else is set
+};
+
 struct Kernels {
     const char* name;
     // out[row][column] (+)= x . w (+ bias) for the columns of panels [first, last). bias: padded to whole panels.
@@ -112,6 +120,7 @@ struct Kernels {
     // out = row `index` of a matrix.
     void (*row)(const MatrixView& w, int index, float* out);
     int (*argmax)(const float* x, int count);
+    Peak (*peak)(const float* x, int count);
     // kBlock values to MXFP4: the codes, and the scale byte whose squared error is least among the OCP specification's
     // and its neighbours (of equals the specification's). -1 if a value is not finite.
     int (*quantize_block)(const float* x, uint8_t* codes);

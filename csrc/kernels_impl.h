@@ -17,6 +17,7 @@ using foredraft::kPositions;
 using foredraft::kQueries;
 using foredraft::kStep;
 using foredraft::MatrixView;
+using foredraft::Peak;
 using foredraft::QueryTile;
 
 constexpr int kHalf = 16;  // columns of half a panel, in which MXFP4 is stored
@@ -426,6 +427,36 @@ int argmax(const float* x, int count) {
     return 0;
 }
 
+// Twice over values that the first look brings into the cache: for the highest, then for the sum, in four parts so that a
+// term of 1 swallows few of those that are next to nothing.
+Peak peak(const float* x, int count) {
+    constexpr int parts = 4;
+    const VF infinity = set(std::numeric_limits<float>::infinity()), lowest = sub(set(0.0f), infinity);
+    float padded[W];
+    const int whole = count / W * W;
+    store(padded, lowest);
+    std::copy(x + whole, x + count, padded);
+    const auto at = [&](int i) { return load(i < whole ? x + i : padded); };
+    VF best = lowest, beyond = set(0.0f);
+    for (int i = 0; i < count; i += W) {
+        const VF values = at(i);
+        best = max(best, values);
+        beyond = max(beyond, select_less(values, infinity, set(0.0f), set(1.0f)));
+    }
+    if (largest(beyond) > 0.0f) return {0.0f, 0, 0.0f, true};
+    const float top = largest(best);
+    if (top == -std::numeric_limits<float>::infinity()) return {top, 0, 0.0f, false};
+    VF mass[parts];
+    for (VF& part : mass) part = set(0.0f);
+    int i = 0;
+    for (; i + parts * W <= whole; i += parts * W)
+        for (int part = 0; part < parts; ++part)
+            mass[part] = add(mass[part], exp(sub(load(x + i + part * W), set(top))));
+    for (; i < count; i += W) mass[0] = add(mass[0], exp(sub(at(i), set(top))));
+    const float total = sum(add(add(mass[0], mass[1]), add(mass[2], mass[3])));
+    return {top, static_cast<int>(std::find(x, x + count, top) - x), total, false};
+}
+
 // Plain loops over the block that compilers turn into vectors; sums fold halves, so every instruction set gets the same.
 int quantize_block(const float* x, uint8_t* codes) {
     constexpr int lowest = -127, highest = 125, bias = 127;
@@ -671,7 +702,7 @@ namespace foredraft {
 extern const Kernels FOREDRAFT_TABLE = {
     FOREDRAFT_ISA_NAME,      FOREDRAFT_ISA::linear, FOREDRAFT_ISA::fetch,  FOREDRAFT_ISA::activate, FOREDRAFT_ISA::rms_norm,
     FOREDRAFT_ISA::rope,     FOREDRAFT_ISA::silu_mul, FOREDRAFT_ISA::to_bf16,  FOREDRAFT_ISA::row,
-    FOREDRAFT_ISA::argmax,   FOREDRAFT_ISA::quantize_block, FOREDRAFT_ISA::noise_words, FOREDRAFT_ISA::contenders, FOREDRAFT_ISA::attention_step,
+    FOREDRAFT_ISA::argmax,   FOREDRAFT_ISA::peak, FOREDRAFT_ISA::quantize_block, FOREDRAFT_ISA::noise_words, FOREDRAFT_ISA::contenders, FOREDRAFT_ISA::attention_step,
     FOREDRAFT_ISA::attention_merge,
 };
 }  // namespace foredraft

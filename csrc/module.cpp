@@ -113,25 +113,28 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Decoder* self, int hidden, int inner, int heads, int kv_heads, int head_dim, float eps,
-               nb::list layers, std::vector<float> frequencies, float factor) {
+               nb::list layers, std::vector<float> frequencies, float factor, std::vector<int> kv_layers) {
                 std::vector<LayerWeights> weights;
                 for (nb::handle layer : layers) weights.push_back(nb::cast<const LayerWeights&>(layer));
                 new (self) Decoder({hidden, inner, heads, kv_heads, head_dim, eps}, std::move(weights),
-                                   std::move(frequencies), factor);
+                                   std::move(frequencies), factor, std::move(kv_layers));
             },
             nb::arg("hidden"), nb::arg("inner"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-            nb::arg("eps"), nb::arg("layers"), nb::arg("frequencies"), nb::arg("factor"))
+            nb::arg("eps"), nb::arg("layers"), nb::arg("frequencies"), nb::arg("factor"),
+            nb::arg("kv_layers") = std::vector<int>())
         .def(
             "forward",
             [](Decoder& self, Address hidden, Ints starts, Ints counts, Ints pages, PagePool& pool,
                const std::vector<int>& tap_layers, Address taps, const std::vector<int>& windows,
-               const std::vector<bool>& causal) {
+               const std::vector<bool>& causal, Address attention_input) {
                 const Rows rows = rows_of(starts, counts, pages, pool);
                 nb::gil_scoped_release release;
-                self.forward(at<float>(hidden), rows, pool, tap_layers, at<float>(taps), windows, causal);
+                self.forward(at<float>(hidden), at<const float>(attention_input), rows, pool, tap_layers,
+                             at<float>(taps), windows, causal);
             },
             nb::arg("hidden"), nb::arg("starts"), nb::arg("counts"), nb::arg("pages"), nb::arg("pool"),
-            nb::arg("tap_layers"), nb::arg("taps"), nb::arg("windows"), nb::arg("causal"))
+            nb::arg("tap_layers"), nb::arg("taps"), nb::arg("windows"), nb::arg("causal"),
+            nb::arg("attention_input") = 0)
         .def(
             "inject",
             [](Decoder& self, Address context, Ints starts, Ints counts, Ints pages, PagePool& pool) {
@@ -140,6 +143,7 @@ NB_MODULE(_native, m) {
                 self.inject(at<const float>(context), rows, pool);
             },
             nb::arg("context"), nb::arg("starts"), nb::arg("counts"), nb::arg("pages"), nb::arg("pool"))
+        .def_prop_ro("attention_width", &Decoder::attention_width)
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
 
     m.def("linear", [](const Matrix& weight, Address x, int rows, Address bias, Address out) {
@@ -162,6 +166,10 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         argmax(at<const float>(x), rows, count, at<int64_t>(out));
     });
+    m.def("best", [](Address x, int rows, int count, Address ids, Address log_probs) {
+        nb::gil_scoped_release release;
+        best(at<const float>(x), rows, count, at<int64_t>(ids), at<float>(log_probs));
+    });
     m.def("embedding", [](const Matrix& table, Address ids, int rows, Address out) {
         nb::gil_scoped_release release;
         embedding(table, at<const int64_t>(ids), rows, at<float>(out));
@@ -171,8 +179,12 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         quantize_mxfp4(at<const uint16_t>(weights), n, k, at<uint8_t>(codes), at<uint8_t>(scales));
     });
-    m.def("gumbel_argmax", [](Address scores, int count, uint64_t seed, uint64_t position, uint32_t stream) {
-        nb::gil_scoped_release release;
-        return gumbel_argmax(at<const float>(scores), count, seed, position, stream);
-    });
+    m.def(
+        "gumbel_argmax",
+        [](Address scores, int count, uint64_t seed, uint64_t position, uint32_t stream, Address ids) {
+            nb::gil_scoped_release release;
+            return gumbel_argmax(at<const float>(scores), at<const int64_t>(ids), count, seed, position, stream);
+        },
+        nb::arg("scores"), nb::arg("count"), nb::arg("seed"), nb::arg("position"), nb::arg("stream"),
+        nb::arg("ids") = 0);
 }

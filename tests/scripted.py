@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import DraftRequest, Proposal
+from foredraft.drafters.base import DraftRequest, Proposal, Stop
+from foredraft.drafters.calibration import Calibration
 from foredraft.engine.sampler import History, TokenLogprobs, sample_rows, token_logprobs
 from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.loading import Target
@@ -18,14 +19,19 @@ Script = Callable[[list[int], int], Sequence[int]]
 
 
 class ScriptedDrafter:
-    """Proposes what ``script`` says, and checks that the engine keeps the drafter's contract on the way."""
+    """Proposes what ``script`` says, and checks that the engine keeps the drafter's contract on the way.
+
+    confidences: None, or a seed for made-up ones, with which it asks whether to stop, token by token.
+    """
 
     taps = (1, 0)
     max_tokens = 8
     default_tokens = 3
+    calibration: Calibration | None = None
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, confidences: int | None = None) -> None:
         self._script = script
+        self._rng = None if confidences is None else random.Random(confidences)
         self.seen: dict[int, list[int]] = {}
         self.features: dict[int, list[Tensor]] = {}
         self.finished: list[tuple[list[int], list[Tensor]]] = []
@@ -41,15 +47,25 @@ class ScriptedDrafter:
             seen.extend(own[:keep].tolist())
             self.features.setdefault(slot, []).extend(feature[:keep])
 
-    def propose(self, requests: Sequence[DraftRequest], max_tokens: int) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest], max_tokens: int, stop: Stop | None = None) -> list[Proposal]:
         assert requests and 1 <= max_tokens <= self.max_tokens
         self.asked.append(max_tokens)
         for request in requests:
             assert len(self.seen[request.slot]) == request.position
         return [
-            Proposal(tuple(self._script([*self.seen[request.slot], request.anchor], max_tokens)))
-            for request in requests
+            self._proposal(index, self._script([*self.seen[request.slot], request.anchor], max_tokens), stop)
+            for index, request in enumerate(requests)
         ]
+
+    def _proposal(self, index: int, tokens: Sequence[int], stop: Stop | None) -> Proposal:
+        if self._rng is None:
+            return Proposal(tuple(tokens))
+        confidences: list[float] = []
+        for k in range(1, len(tokens) + 1):
+            confidences.append(self._rng.choice([0.0, 0.2, 0.5, 0.9, 1.0]))
+            if stop is not None and k <= self.max_tokens and stop(index, confidences[-1], k):
+                break
+        return Proposal(tuple(tokens[: len(confidences)]), confidences=tuple(confidences))
 
     def release(self, slot: int) -> None:
         self.finished.append((self.seen.pop(slot, []), self.features.pop(slot, [])))

@@ -154,6 +154,46 @@ def dflash_tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return {name: random_tensor(own, generator) for name, own in shapes.items()}
 
 
+def dspark_json(target: ModelConfig = CONFIG, **changes: Any) -> dict[str, Any]:
+    """config.json of a DSpark drafter in DeepSpec's layout, for a target of that shape."""
+    raw = dflash_json(target) | {
+        "architectures": ["Qwen3DSparkModel"],
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, target.num_layers - 1],
+        "markov_rank": 5,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    del raw["dflash_config"]
+    return raw | changes
+
+
+def dspark_tensors(raw: dict[str, Any], own_tables: bool = False, seed: int = 1) -> dict[str, Tensor]:
+    """Random tensors by DeepSpec's names; the Markov head is strong enough to decide."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rank, vocab = raw["hidden_size"], raw["markov_rank"], raw["vocab_size"]
+    draft = raw.get("draft_vocab_size", vocab)
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (vocab, rank),
+        "markov_head.markov_w2.weight": (draft, rank),
+    }
+    if raw["markov_head_type"] == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
+    if raw["markov_head_type"] == "rnn":
+        columns = 2 * rank + hidden
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, columns), "markov_head.joint_proj.bias": (3 * rank,)}
+    if raw["enable_confidence_head"]:
+        columns = hidden + (rank if raw["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, columns), "confidence_head.proj.bias": (1,)}
+    if own_tables:
+        shapes |= {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft, hidden)}
+    tensors = dflash_tensors(raw | {"dflash_config": {"target_layer_ids": raw["target_layer_ids"]}}, seed)
+    tensors |= {name: random_tensor(shape, generator) for name, shape in shapes.items()}
+    tensors["markov_head.markov_w1.weight"] = 3 * tensors["markov_head.markov_w1.weight"]
+    return tensors
+
+
 def write_dflash(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))

@@ -1,5 +1,6 @@
 """The engines as processes: each runs in its turn and is stopped in between."""
 
+import itertools
 import json
 import os
 import re
@@ -188,6 +189,46 @@ class LlamaServer(Process):
             token_ids=[each["tokens"] for each in answers],
             rounds=[timing["predicted_n"] - 1 - timing.get("draft_n_accepted", 0) for timing in timings],
         )
+
+    def generate_rounds(self, prompts: Sequence[list[int]], *, max_tokens: int) -> list[dict[str, Any]]:
+        """Greedy answers one after the other: of each the token ids, None where it did not say, and of each round
+        with a proposal how many tokens it brought."""
+        with self.turn():
+            return [self._rounds(prompt, max_tokens) for prompt in prompts]
+
+    def _rounds(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """Each chunk of the stream is one token, with the totals of drafted and accepted tokens up to its round. A
+        token that ends inside a character brings no chunk of its own."""
+        request = {
+            "prompt": prompt,
+            "n_predict": max_tokens,
+            "temperature": 0,
+            "top_k": 1,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "stream": True,
+            "timings_per_token": True,
+        }
+        tokens: dict[int, int] = {}
+        accepted: dict[int, int] = {0: 0}
+        count = 0
+        # The server closes a connection some time after a stream, sometimes before it answers the next request on it.
+        close = {"Connection": "close"}
+        with self.client.stream("POST", "/completion", json=request, headers=close) as response:
+            if response.status_code != 200:
+                raise self.failure(f"llama-server answered {response.status_code}")
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                timings = chunk["timings"]
+                count = timings["predicted_n"]
+                if chunk["tokens"]:
+                    tokens[count - 1] = chunk["tokens"][-1]
+                accepted[timings.get("draft_n", 0)] = timings.get("draft_n_accepted", 0)
+        totals = [accepted[drafted] for drafted in sorted(accepted)]
+        steps = [1, *(1 + later - sooner for sooner, later in itertools.pairwise(totals))]
+        return {"token_ids": [tokens.get(index) for index in range(count)], "steps": steps}
 
 
 def llama_bench(llama: Path, threads: int, model: Path, *arguments: str) -> float:

@@ -21,14 +21,37 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def open_target(state: dict[str, Any], model: str, max_model_len: int) -> dict[str, Any]:
-    """Prefix caching is off because the same prompts come again in every turn."""
+def open_target(
+    state: dict[str, Any], model: str, max_model_len: int, speculative: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Prefix caching is off because the same prompts come again in every turn. With speculation nothing is compiled:
+    it is run for what is accepted, not for its speed."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpret_triton()
     import vllm
 
     state["llm"] = vllm.LLM(
-        model, dtype="bfloat16", max_model_len=max_model_len, max_num_seqs=32, enable_prefix_caching=False
+        model,
+        dtype="bfloat16",
+        max_model_len=max_model_len,
+        max_num_seqs=4 if speculative else 32,
+        enable_prefix_caching=False,
+        speculative_config=speculative,
+        enforce_eager=speculative is not None,
+        disable_log_stats=speculative is None,
     )
     return {"version": vllm.__version__}
+
+
+def interpret_triton() -> None:
+    """Let vLLM take Triton's interpreter for a CPU backend.
+
+    Its second model runner, the only one that knows DSpark, is written in Triton kernels; for those vLLM wants
+    triton-cpu, which no package registry has. The interpreter runs them in NumPy: slow, and exact.
+    """
+    from triton.backends import backends
+
+    backends["cpu"] = next(iter(backends.values()))
 
 
 def generate(
@@ -54,7 +77,35 @@ def generate(
     }
 
 
-ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {"open_target": open_target, "generate": generate}
+def generate_rounds(state: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    """Greedy answers one after the other: of each the token ids, and how many of them each step brought."""
+    from vllm import SamplingParams
+
+    engine = state["llm"].llm_engine
+    answers: list[dict[str, list[int]]] = []
+    for prompt in prompts:
+        state["requests"] = state.get("requests", 0) + 1
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        engine.add_request(str(state["requests"]), {"prompt_token_ids": prompt}, params)
+        token_ids: list[int] = []
+        steps: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                steps.append(len(output.outputs[0].token_ids) - len(token_ids))
+                token_ids = list(output.outputs[0].token_ids)
+        answers.append({"token_ids": token_ids, "steps": [count for count in steps if count]})
+    return {"answers": answers}
+
+
+def counters(state: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's own counters of speculation since it began."""
+    found = {metric.name: metric for metric in state["llm"].get_metrics() if "spec_decode" in metric.name}
+    return {name: getattr(metric, "values", None) or getattr(metric, "value", None) for name, metric in found.items()}
+
+
+ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function for function in (open_target, generate, generate_rounds, counters)
+}
 
 
 if __name__ == "__main__":

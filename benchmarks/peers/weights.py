@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,15 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.drafters.checkpoints import load_dflash
+from foredraft.drafters.export import load_portable
+from foredraft.drafters.export_gguf import RoundedTensor, add_shape, bfloat16, copy_metadata, write_gguf, write_tensors
 from foredraft.models.config import ModelConfig, RopeConfig
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.gguf import GGUFFile
 from foredraft.models.layers import Weights, dense
 from foredraft.models.loading import embedded_file, folder_weights
@@ -41,8 +43,6 @@ LARGE = ModelConfig(
     qk_norm=True,
 )
 """The shape of Qwen3-1.7B."""
-
-_RoundedTensor = tuple[str, NDArray[Any], GGMLQuantizationType]
 
 
 @dataclass(frozen=True)
@@ -82,40 +82,18 @@ def write_rounded(source: Path, path: Path) -> None:
     """A GGUF file with every matrix of ``source`` dequantised and rounded to bfloat16."""
     reader = GGUFReader(source)
     writer = GGUFWriter(path, "llama")
-    _copy_metadata(reader, writer, "")
+    copy_metadata(reader, writer, "")
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
-    _write(
+    write_tensors(
         writer, (_rounded(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors)
     )
 
 
 def write_drafter(folder: Path, target: Path, path: Path) -> None:
-    """A DFlash drafter as llama.cpp reads it (architecture ``dflash``), with the target's tokenizer.
-
-    llama.cpp counts target layers by their inputs, so ours are one less. A head over a part of the vocabulary is
-    a tensor of its own there, whose rows ``d2t`` maps to the target's ids.
-    """
-    config, weights = load_dflash(folder, torch.float32)
-    shape = config.layers
-    writer = GGUFWriter(path, "dflash")
-    _copy_metadata(GGUFReader(target), writer, "tokenizer.")
-    _add_shape(writer, shape)
-    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
-    writer.add_mask_token_id(config.mask_token_id)
-    writer.add_uint32("dflash.block_size", config.block_size)
-    writer.add_array("dflash.target_layers", [index + 1 for index in config.target_layer_ids])
-    read = _reader(folder_weights(folder, torch.float32), torch.float32)
-    names = _layer_names(shape)
-    tensors = [(names[name], read(name.removeprefix("model."))) for name in names if ".layers." in name]
-    tensors += [("fc.weight", weights.fc), ("enc.output_norm.weight", weights.context_norm)]
-    tensors += [("output_norm.weight", weights.norm)]
-    rounded = [_rounded(name, tensor.numpy()) for name, tensor in tensors]
-    if weights.draft_vocab is not None:
-        file = GGUFFile(target)
-        head = _reader(file.weights(file.config(), torch.float32), torch.float32)("model.embed_tokens.weight")
-        rounded.append(_rounded("output.weight", head[weights.draft_vocab].numpy()))
-        rounded.append(("d2t", weights.draft_vocab.numpy(), GGMLQuantizationType.I64))
-    _write(writer, rounded)
+    """A DFlash drafter as llama.cpp reads it."""
+    file = GGUFFile(target)
+    model = DecoderModel(file.config(), file.weights(file.config(), torch.bfloat16))
+    write_gguf(load_portable("dflash", folder, model), target, path)
 
 
 def write_folder(source: Path, folder: Path) -> None:
@@ -141,14 +119,14 @@ def write_large_gguf(folder: Path, path: Path) -> None:
     """The random model for llama.cpp in bfloat16."""
     read = _reader(folder_weights(folder, torch.bfloat16), torch.bfloat16)
     writer = GGUFWriter(path, "qwen3")
-    _copy_metadata(GGUFReader(embedded_file()), writer, "tokenizer.")
+    copy_metadata(GGUFReader(embedded_file()), writer, "tokenizer.")
     missing = LARGE.vocab_size - len(writer.kv_data[0]["tokenizer.ggml.tokens"].value)
     writer.kv_data[0]["tokenizer.ggml.tokens"].value.extend(f"<unused{index}>" for index in range(missing))
     writer.kv_data[0]["tokenizer.ggml.token_type"].value.extend([gguf.TokenType.UNUSED] * missing)
-    _add_shape(writer, LARGE)
+    add_shape(writer, LARGE)
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     names = _layer_names(LARGE)
-    _write(writer, (_bfloat16(names[name], read(name)) for name in names))
+    write_tensors(writer, (bfloat16(names[name], read(name)) for name in names))
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
@@ -195,52 +173,11 @@ def _quantized(llama: Path, source: Path, arguments: tuple[str, ...]) -> Path:
 # GGUF
 
 
-def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, prefix: str) -> None:
-    left_out = ("general.architecture", "general.file_type", "general.quantization_version")
-    for name, field in reader.fields.items():
-        if not name.startswith(prefix) or name.startswith("GGUF.") or name in left_out:
-            continue
-        kind, *inner = field.types
-        element = inner[0] if kind is GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, element)
-
-
-def _add_shape(writer: GGUFWriter, shape: ModelConfig) -> None:
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_context_length(shape.max_position_embeddings)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope.theta)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
-
-
-def _rounded(name: str, values: NDArray[Any]) -> _RoundedTensor:
+def _rounded(name: str, values: NDArray[Any]) -> RoundedTensor:
     """Norms stay in float32, as llama.cpp wants them."""
     if values.ndim == 1:
         return name, values.astype(np.float32), GGMLQuantizationType.F32
-    return _bfloat16(name, torch.from_numpy(np.array(values)))
-
-
-def _bfloat16(name: str, values: Tensor) -> _RoundedTensor:
-    if values.ndim == 1:
-        return name, values.float().numpy(), GGMLQuantizationType.F32
-    bits = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint8)
-    return name, bits, GGMLQuantizationType.BF16
-
-
-def _write(writer: GGUFWriter, tensors: Iterable[_RoundedTensor]) -> None:
-    for name, values, kind in tensors:
-        writer.add_tensor(name, values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return bfloat16(name, torch.from_numpy(np.array(values)))
 
 
 def _layer_names(shape: ModelConfig) -> dict[str, str]:

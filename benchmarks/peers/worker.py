@@ -76,6 +76,17 @@ def generate(
     }
 
 
+def generate_rounds(prompts: Sequence[list[int]], max_tokens: int, engine: str) -> dict[str, Any]:
+    """Greedy answers one after the other: of each the token ids, and how many of them each step brought."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    answers = []
+    for prompt in prompts:
+        updates = [update.token_ids for update in ENGINES[engine].stream({"prompt_token_ids": prompt}, params)]
+        token_ids = [token for new in updates for token in new]
+        answers.append({"token_ids": token_ids, "steps": [len(new) for new in updates if new]})
+    return {"answers": answers}
+
+
 @torch.inference_mode()
 def rows(counts: Sequence[int], context: int, repeats: int) -> dict[str, Any]:
     """Median seconds of a pass of the target over some rows of one sequence, after ``context`` positions."""
@@ -130,7 +141,10 @@ def status_bytes(name: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {name}")
 
 
-ANSWERS = {function.__name__: function for function in (open_target, open_engine, generate, rows, score, memory)}
+ANSWERS = {
+    function.__name__: function
+    for function in (open_target, open_engine, generate, generate_rounds, rows, score, memory)
+}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from foredraft.errors import UserError
 
 AcceptanceRule = Literal["exact", "rejection"]
+NumSpeculativeTokens = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -16,20 +17,20 @@ class SpeculativeConfig:
 
     method: a drafting method (``foredraft.drafters.METHODS``). model: the drafter's folder or Hub id; None takes
     the drafter that ships for the embedded target. num_speculative_tokens: N, draft tokens a round; None takes the
-    drafter's own default.
+    drafter's own default; auto chooses in every round, by costs that are measured at the start and by what is kept.
     acceptance_rule: ``exact`` keeps a draft token iff it equals the token the target samples there, so that the
     output is that of plain decoding; ``rejection`` is the standard rule, which keeps the distribution only.
     """
 
     method: str
     model: str | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: NumSpeculativeTokens | None = None
     acceptance_rule: AcceptanceRule = "exact"
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise UserError(f"num_speculative_tokens is {count!r}, expected an integer of at least 1")
+        if count not in (None, "auto") and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise UserError(f"num_speculative_tokens is {count!r}, expected an integer of at least 1, or 'auto'")
         if self.acceptance_rule not in get_args(AcceptanceRule):
             raise UserError(f"acceptance_rule is {self.acceptance_rule!r}, expected 'exact' or 'rejection'")
         for name in ("method", "model"):

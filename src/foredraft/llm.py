@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.config import EngineConfig, NumSpeculativeTokens, SpeculativeConfig
 from foredraft.drafters import check_method, load_drafter
+from foredraft.drafters.base import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.sampler import TokenLogprobs
 from foredraft.engine.sequence import Acceptance, FinishReason
@@ -130,7 +131,8 @@ class LLM:
 
     model: alias, folder, GGUF file or Hub id (see ``load_target``). speculative_config: a mapping with vLLM's
     keys (``method``, ``model``, ``num_speculative_tokens``), JSON text, or None for plain decoding; ``speculation`` is
-    what came of it, with every default filled in. quantization: of the target's weights, see ``Quantization``.
+    what came of it, with every default filled in (N may be auto, see ``SpeculativeConfig``), and ``drafter`` what was
+    loaded. quantization: of the target's weights, see ``Quantization``.
     kernels: auto, native or pytorch (see ``operations``). Both belong to loading, so not with a loaded Target.
     Raises UserError for anything that does not fit.
     """
@@ -165,10 +167,11 @@ class LLM:
             else model
         )
         self.tokenizer = self.target.tokenizer
-        drafter = None
+        self.drafter: Drafter | None = None
+        count: NumSpeculativeTokens = 0
         if speculation:
-            drafter = load_drafter(speculation, self.target)
-            count = speculation.num_speculative_tokens or drafter.default_tokens
+            self.drafter = load_drafter(speculation, self.target)
+            count = speculation.num_speculative_tokens or self.drafter.default_tokens
             speculation = replace(speculation, num_speculative_tokens=count)
         self.speculation = speculation
         self.lock = threading.Lock()
@@ -177,8 +180,8 @@ class LLM:
             self.config,
             eos_token_ids=self.tokenizer.eos_token_ids,
             tokenizer=self.tokenizer,
-            drafter=drafter,
-            num_speculative_tokens=count if speculation else 0,
+            drafter=self.drafter,
+            num_speculative_tokens=count,
             acceptance_rule=speculation.acceptance_rule if speculation else "exact",
         )
 

@@ -9,11 +9,11 @@ from tiny import CONFIG, dflash_json, dflash_tensors, tiny_target, write_dflash
 from torch import Tensor
 
 from foredraft.benchmark import local
-from foredraft.benchmark.local import Plan, configurations, converse, interleaved, measure, measure_workload
+from foredraft.benchmark.local import Plan, configurations, converse, fitting, interleaved, measure, measure_workload
 from foredraft.benchmark.results import find_differences, first_difference, summarize
 from foredraft.benchmark.workloads import Workload
 from foredraft.config import SpeculativeConfig
-from foredraft.drafters.base import DraftRequest, Proposal
+from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.errors import UserError
 from foredraft.llm import LLM
 from foredraft.models.batch import Batch
@@ -60,13 +60,55 @@ def test_groups_are_small_and_the_order_rotates() -> None:
 
 
 def test_configurations_have_plain_decoding_first_and_once() -> None:
-    assert configurations(["dflash"], [3, 5], "d") == (
+    assert configurations(["dflash", "mtp"], [3, "auto"], {"dflash": "d"}) == (
         None,
         SpeculativeConfig("dflash", "d", 3),
-        SpeculativeConfig("dflash", "d", 5),
+        SpeculativeConfig("dflash", "d", "auto"),
+        SpeculativeConfig("mtp", None, 3),
+        SpeculativeConfig("mtp", None, "auto"),
     )
-    assert configurations(["dflash", "none", "dflash"], [3, 3], None) == (None, SpeculativeConfig("dflash", None, 3))
-    assert configurations(["none"], [3], None) == (None,)
+    assert configurations(["dflash", "none", "dflash"], [3, 3], {}) == (None, SpeculativeConfig("dflash", None, 3))
+    assert configurations(["none"], [3], {}) == (None,)
+    assert configurations(["mtp"], [3], {}, ["exact", "rejection"]) == (
+        None,
+        SpeculativeConfig("mtp", None, 3, "exact"),
+        SpeculativeConfig("mtp", None, 3, "rejection"),
+    )
+
+
+def test_an_n_that_is_too_large_is_left_out_for_the_method_that_cannot(
+    roomy: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = {"mtp": 15, "dflash": 5, "eagle3": 3}
+    loaded: list[SpeculativeConfig] = []
+
+    def load(config: SpeculativeConfig, _: Target) -> Oracle:
+        loaded.append(config)
+        oracle = Oracle([])
+        oracle.max_tokens = most[config.method]
+        return oracle
+
+    monkeypatch.setattr(local, "load_drafter", load)
+    wide = plan(*(SpeculativeConfig(method, None, n) for method in most for n in (4, 15, 20, "auto")))
+    kept, notes = fitting(roomy, wide)
+    assert [(each.method, each.num_speculative_tokens) for each in kept.configurations if each] == [
+        *(("mtp", 4), ("mtp", 15), ("mtp", "auto")),
+        *(("dflash", 4), ("dflash", "auto")),
+        ("eagle3", "auto"),
+    ]
+    assert notes == (
+        "mtp proposes at most 15 tokens: left out for it is N = 20",
+        "dflash proposes at most 5 tokens: left out for it is N = 15, 20",
+        "eagle3 proposes at most 3 tokens: left out for it is N = 4, 15, 20",
+    )
+    # Once a method, without an N that would be refused.
+    assert loaded == [SpeculativeConfig(method) for method in most]
+    assert kept.num_conversations == 7 * len(WORKLOAD.conversations)
+    with pytest.raises(UserError, match="every N is more than the drafters propose; their most: mtp 15, dflash 5"):
+        fitting(roomy, plan(*(SpeculativeConfig(method, None, 16) for method in ("mtp", "dflash"))))
+    # One method alone is refused by its drafter, which knows its folder.
+    alone = plan(SpeculativeConfig("mtp", None, 16), SpeculativeConfig("mtp", None, 3))
+    assert fitting(roomy, alone) == (alone, ())
 
 
 def test_a_drafter_is_measured_in_turns_with_plain_decoding(roomy: Target, drafter: str) -> None:
@@ -87,6 +129,10 @@ def test_a_drafter_is_measured_in_turns_with_plain_decoding(roomy: Target, draft
             assert (run.num_prompts, run.turns) == (6, 9)
             assert run.identical_to_plain is True
             assert run.seconds > 0
+            assert run.verify_ms is not None and run.verify_ms > 0
+            assert run.draft_seconds is not None and run.verify_seconds is not None and run.observe_seconds is not None
+            assert run.draft_seconds + run.verify_seconds + run.observe_seconds < run.seconds
+            assert (run.observe_seconds > 0) == (n > 0)
             assert run.acceptance_rate_per_position is not None
             assert len(run.acceptance_rate_per_position) == n
         assert runs[0].speedup == 1.0
@@ -180,7 +226,7 @@ class Oracle:
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         pass
 
-    def propose(self, requests: Sequence[DraftRequest], max_tokens: int) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest], max_tokens: int, stop: Stop | None = None) -> list[Proposal]:
         (request,) = requests
         self.calls += 1
         draft = list(self.text[request.position + 1 : request.position + 1 + max_tokens])

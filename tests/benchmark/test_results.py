@@ -1,7 +1,7 @@
-"""Figures from timings made up by hand, and the file they go to."""
+"""Figures from timings made up by hand, and the tables they go to."""
 
-import json
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,27 +11,18 @@ from foredraft.benchmark.results import (
     Difference,
     Measurement,
     Percentiles,
+    PhaseTimes,
     Run,
-    check_output,
     first_difference,
     percentiles_ms,
     summarize,
-    write_results,
 )
-from foredraft.benchmark.table import best_lines, results_table
+from foredraft.benchmark.table import results_table, standings_tables
 from foredraft.engine.sequence import Acceptance
-from foredraft.errors import UserError
-
-# DESIGN.md, "What others script against".
-CONTRACT = [
-    *("model", "quantization", "method", "num_speculative_tokens", "dataset", "concurrency", "num_prompts"),
-    *("output_tokens", "seconds", "output_tokens_per_second", "ttft_ms", "tpot_ms", "rounds"),
-    *("acceptance_length", "acceptance_rate_per_position", "speedup", "identical_to_plain"),
-]
 
 
 def condition(
-    method: str = "dflash", n: int = 3, dataset: str = "gsm8k", concurrency: int = 1, quantization: str = "none"
+    method: str = "dflash", n: Any = 3, dataset: str = "gsm8k", concurrency: int = 1, quantization: str = "none"
 ) -> Condition:
     return Condition(
         model="tiny",
@@ -122,39 +113,26 @@ def test_what_cannot_be_had_is_null() -> None:
     assert percentiles_ms([]) == Percentiles(None, None)
 
 
-def test_file_has_the_keys_of_the_contract(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    path.write_text("something older")
-    run = summarize(condition(), PLAIN, PLAIN)
-    write_results(path, {"processor": "x"}, [run])
-    content = json.loads(path.read_text())
-    assert list(content) == ["environment", "runs"]
-    assert content["environment"] == {"processor": "x"}
-    (written,) = content["runs"]
-    assert set(CONTRACT) <= set(written)
-    assert {"dataset_source", "acceptance_rule", "num_different", "turns"} <= set(written)
-    assert set(written["ttft_ms"]) == set(written["tpot_ms"]) == {"p50", "p95"}
-    assert written["model"] == "tiny"
-    assert written["speedup"] == 1.0
-    assert written["identical_to_plain"] is True
-    assert [entry.name for entry in tmp_path.iterdir()] == ["bench.json"]
+def test_rejection_is_compared_with_plain_decoding_at_temperature_0_only() -> None:
+    other = Measurement(4.0, [(answer(5, 6, 9), answer(8)), (answer(1, 2, 3, 4),)], Acceptance())
+    for temperature, expected in ((0.0, False), (1.0, None)):
+        how = replace(condition(), acceptance_rule="rejection", temperature=temperature)
+        run = summarize(how, other, PLAIN)
+        assert run.identical_to_plain is expected
+        assert (run.num_different, run.speedup) == (None if expected is None else 1, pytest.approx(1.0))
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    path.write_text("old")
-    bad = summarize(condition(), Measurement(float("nan"), PLAIN.conversations), None)
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_results(path, {}, [bad])
-    assert path.read_text() == "old"
-
-
-def test_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    check_output(tmp_path / "new.json")
-    with pytest.raises(UserError, match="is a folder"):
-        check_output(tmp_path)
-    with pytest.raises(UserError, match="does not exist"):
-        check_output(tmp_path / "nowhere" / "new.json")
+def test_phases_are_totals_of_all_steps_and_medians_of_rounds() -> None:
+    times = PhaseTimes()
+    times.note({"draft": 0.0, "verify": 0.5, "observe": 0.25}, prefill=True)
+    for draft, verify, observe in ((0.001, 0.004, 0.001), (0.002, 0.007, 0.001), (0.009, 0.013, 0.002)):
+        times.note({"draft": draft, "verify": verify, "observe": observe}, prefill=False)
+    run = summarize(condition(), replace(PLAIN, times=times), PLAIN)
+    assert (run.draft_seconds, run.verify_seconds, run.observe_seconds) == pytest.approx((0.012, 0.524, 0.254))
+    assert (run.draft_ms, run.verify_ms, run.observe_ms) == pytest.approx((2.0, 7.0, 1.0))
+    assert run.draft_share == pytest.approx((0.012 + 0.004) / 0.040)
+    nothing = summarize(condition(), replace(PLAIN, times=PhaseTimes()), PLAIN)
+    assert (nothing.draft_seconds, nothing.draft_ms, nothing.draft_share) == (0.0, None, None)
 
 
 def fast(n: int, seconds: float, dataset: str = "gsm8k", concurrency: int = 1) -> Run:
@@ -162,15 +140,30 @@ def fast(n: int, seconds: float, dataset: str = "gsm8k", concurrency: int = 1) -
     return summarize(condition("dflash" if n else "none", n, dataset, concurrency), own, PLAIN)
 
 
-def test_best_n_is_told_where_several_were_tried() -> None:
-    runs = [fast(0, 4), fast(3, 2), fast(5, 1), fast(7, 2.5), fast(3, 2, "mbpp"), fast(5, 3, "mbpp")]
-    assert list(best_lines(runs)) == ["Best N of dflash at concurrency 1: gsm8k 5 (4.00x), mbpp 3 (2.00x)"]
-    assert list(best_lines([fast(0, 4), fast(5, 1), fast(0, 4, "mbpp"), fast(5, 1, "mbpp")])) == []
-    apart = [fast(3, 2), fast(5, 1), fast(3, 1, concurrency=8), fast(5, 2, concurrency=8)]
-    assert list(best_lines(apart)) == [
-        "Best N of dflash at concurrency 1: gsm8k 5 (4.00x)",
-        "Best N of dflash at concurrency 8: gsm8k 3 (4.00x)",
+def test_the_fastest_n_and_the_winner_are_told_where_several_were_tried() -> None:
+    runs = [
+        fast(0, 4),
+        fast(3, 2),
+        fast(5, 1),
+        fast(7, 2.5),
+        fast(0, 4, "mbpp"),
+        fast(3, 2, "mbpp"),
+        fast(5, 3, "mbpp"),
     ]
+    ((heading, table),) = standings_tables(runs)
+    cells = [list(column.cells) for column in table.columns]
+    # Over both, N = 3 is 2 twice, N = 5 the root of 4 x 4/3.
+    assert list(zip(*cells, strict=True)) == [
+        ("dflash", "4.00x\nN 5, τ 1.00", "2.00x\nN 3, τ 1.00", "2.31x\nN 5, τ 1.00"),
+        ("winner", "dflash\nN 5", "dflash\nN 3", "dflash\nN 5"),
+    ]
+    assert [column.header for column in table.columns] == ["method", "gsm8k", "mbpp", "overall"]
+    assert heading == "Fastest N of each method: tiny, float64, concurrency 1"
+    assert list(standings_tables([fast(0, 4), fast(5, 1), fast(0, 4, "mbpp"), fast(5, 1, "mbpp")])) == []
+    apart = [fast(0, 4, concurrency=c) for c in (1, 8)] + [fast(n, 5, concurrency=c) for n in (3, 5) for c in (1, 8)]
+    tables = list(standings_tables(apart))
+    assert ["concurrency 8" in heading for heading, _ in tables] == [False, True]
+    assert list(tables[0][1].columns[1].cells)[-1] == "none"
 
 
 def test_weights_are_told_apart_where_some_are_quantised() -> None:
@@ -178,13 +171,22 @@ def test_weights_are_told_apart_where_some_are_quantised() -> None:
         summarize(condition(n=n, quantization=quantization), Measurement(seconds, PLAIN.conversations), PLAIN)
         for quantization, n, seconds in (("none", 2, 2.0), ("none", 3, 1.0), ("mxfp4", 2, 0.5), ("mxfp4", 3, 1.0))
     ]
-    assert list(best_lines(runs)) == [
-        "Best N of dflash at concurrency 1: gsm8k 3 (4.00x)",
-        "Best N of dflash on mxfp4 at concurrency 1: gsm8k 2 (8.00x)",
-    ]
     columns = {str(column.header): list(column.cells) for column in results_table(runs).columns}
     assert columns["weights"] == ["none", "none", "mxfp4", "mxfp4"]
-    assert "weights" not in [column.header for column in results_table(runs[:2]).columns]
+    assert {"weights", "rule", "ms draft+verify+observe"}.isdisjoint(
+        column.header for column in results_table(runs[:2]).columns
+    )
+
+
+def test_rules_and_phases_have_columns_where_there_are_any() -> None:
+    times = PhaseTimes()
+    times.note({"draft": 0.001, "verify": 0.004, "observe": 0.0005}, prefill=False)
+    how = replace(condition(n="auto"), acceptance_rule="rejection")
+    runs = [fast(0, 4), summarize(how, replace(PLAIN, times=times), PLAIN)]
+    columns = {str(column.header): list(column.cells) for column in results_table(runs).columns}
+    assert columns["rule"] == ["exact", "rejection"]
+    assert columns["N"] == ["-", "auto"]
+    assert columns["ms draft+verify+observe"] == ["-+-+-", "1.00+4.00+0.50"]
 
 
 def test_table_has_a_row_for_each_run() -> None:

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import dflash_json, dflash_tensors, tiny_target, write_dflash
+from tiny import dflash_json, dflash_tensors, dspark_json, dspark_tensors, write_dflash
 from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from foredraft.config import SpeculativeConfig
-from foredraft.drafters import load_drafter
-from foredraft.drafters.checkpoints import default_taps, load_dflash, save_dflash
-from foredraft.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashWeights
+from foredraft.drafters.checkpoints import default_taps, load_dflash, load_dspark, save_dflash, save_dspark
+from foredraft.drafters.dflash import DFlashConfig, DFlashWeights
+from foredraft.drafters.weights import map_tensors, named_tensors
 from foredraft.errors import UserError
 from foredraft.models.config import RopeConfig
-from foredraft.models.loading import Target
 
 YARN = RopeConfig(theta=77.0, kind="yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.2)
 LLAMA3 = RopeConfig(
@@ -117,7 +115,7 @@ def test_a_draft_vocabulary_is_stored_as_offsets(tmp_path: Path) -> None:
 
 def test_bfloat16_is_stored_as_such(tmp_path: Path) -> None:
     config, weights = loaded(tmp_path / "given")
-    save_dflash(tmp_path / "again", config, weights.map(lambda tensor: tensor.bfloat16()))
+    save_dflash(tmp_path / "again", config, map_tensors(weights, lambda tensor: tensor.bfloat16()))
     assert {tensor.dtype for tensor in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -228,44 +226,77 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
         load_dflash(tmp_path, torch.float64)
 
 
-def drafter_for(target: Target, folder: Path, method: str = "dflash", count: int = 3) -> Any:
-    return load_drafter(SpeculativeConfig(method, str(folder), count), target)
+DSPARKS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated", "confidence_head_with_markov": False},
+    "rnn": {"markov_head_type": "rnn", "enable_confidence_head": False},
+}
 
 
-def test_a_drafter_for_its_target(tmp_path: Path, target: Target) -> None:
-    drafter = drafter_for(target, write_dflash(tmp_path, dflash_json(), dflash_tensors(dflash_json())))
-    assert isinstance(drafter, DFlashDrafter) and drafter.max_tokens == 5
+def write_dspark(folder: Path, raw: dict[str, Any], own_tables: bool = False, **extra: Tensor) -> Path:
+    return write_dflash(folder, raw, dspark_tensors(raw, own_tables) | extra)
+
+
+@pytest.mark.parametrize("own_tables", [False, True])
+@pytest.mark.parametrize("name", DSPARKS)
+def test_dspark_round_trip(tmp_path: Path, name: str, own_tables: bool) -> None:
+    raw = dspark_json(**DSPARKS[name])
+    tensors = dspark_tensors(raw, own_tables)
+    config, weights = load_dspark(write_dspark(tmp_path / "given", raw, own_tables), torch.float64)
+    assert config.markov_kind == name and config.markov_rank == 5
+    assert config.confidence_with_markov is {"vanilla": True, "gated": False, "rnn": None}[name]
+    assert (weights.head is None) is (weights.embeddings is None) is not own_tables
+    save_dspark(tmp_path / "again", config, weights, {"trained_on": 3})
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert {key: tensor.shape for key, tensor in saved.items()} == {key: t.shape for key, t in tensors.items()}
+    assert all(torch.equal(saved[key], tensor) for key, tensor in tensors.items())
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {key: written.get(key) for key in raw} == raw | {
+        "confidence_head_with_markov": config.confidence_with_markov
+    }
+    assert written["trained_on"] == 3 and "dflash_config" not in written
+    config_again, weights_again = load_dspark(tmp_path / "again", torch.float64)
+    assert config_again == config
+    expected = dict(named_tensors(weights))
+    found = dict(named_tensors(weights_again))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_dspark_with_a_draft_vocabulary(tmp_path: Path) -> None:
+    raw = dspark_json(draft_vocab_size=4)
+    folder = write_dspark(tmp_path / "given", raw, True, d2t=torch.tensor([0, 2, 2, 28]))
+    config, weights = load_dspark(folder, torch.float64)
+    assert weights.backbone.draft_vocab is not None and weights.backbone.draft_vocab.tolist() == [0, 3, 4, 31]
+    assert weights.markov.w1.shape == (32, 5) and weights.markov.w2.shape == (4, 5)
+    assert weights.head is not None and weights.head.shape == (4, 16)
+    save_dspark(tmp_path / "again", config, weights)
+    assert load_file(tmp_path / "again" / "model.safetensors")["d2t"].tolist() == [0, 2, 2, 28]
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("changes", "message"),
     [
-        ({"hidden_size": 18}, "its hidden size is 16, the target's is 18"),
-        ({"vocab_size": 40}, "its vocabulary size is 32, the target's is 40"),
-        ({"num_layers": 3}, "its number of target layers is 2, the target's is 3"),
+        ({"architectures": ["DFlashDraftModel"]}, r"architectures is \['DFlashDraftModel'\], not a Qwen3DSparkModel"),
+        ({"block_size": 0}, "block_size is 0, expected an integer of at least 1"),
+        ({"markov_rank": 0}, "markov_rank is 0; a drafter without a Markov head"),
+        ({"markov_rank": None}, "has no `markov_rank`"),
+        ({"markov_rank": 4, "enable_confidence_head": False}, r"markov_w1\.weight has shape \(32, 5\)"),
+        ({"markov_head_type": "lstm"}, "markov_head_type is 'lstm', expected one of vanilla, gated, rnn"),
+        ({"markov_head_type": "gated"}, r"lacks the tensor markov_head\.gate_proj\.weight"),
+        ({"markov_head_type": "rnn"}, r"lacks the tensor markov_head\.joint_proj\.weight"),
+        ({"confidence_head_with_markov": False}, r"confidence_head\.proj\.weight has shape \(1, 21\)"),
+        ({"sample_from_anchor": False}, "sample_from_anchor is false"),
+        ({"mask_token_id": None}, "mask_token_id is None"),
+        ({"target_layer_ids": [-1, 1]}, r"must lie in 0\.\.1"),
+        ({"attention_bias": True}, "not supported in a DSpark drafter"),
     ],
 )
-def test_a_drafter_for_another_target(tmp_path: Path, other: dict[str, int], message: str) -> None:
-    folder = write_dflash(tmp_path, dflash_json(), dflash_tensors(dflash_json()))
-    with pytest.raises(UserError, match=f"made for another target: {message}"):
-        drafter_for(tiny_target(**other), folder)
+def test_a_dspark_config_that_does_not_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_dflash(tmp_path, dspark_json() | changes, dspark_tensors(dspark_json()))
+    with pytest.raises(UserError, match=message):
+        load_dspark(folder, torch.float64)
 
 
-def test_more_tokens_than_the_block_has(tmp_path: Path, target: Target) -> None:
-    folder = write_dflash(tmp_path, dflash_json(), dflash_tensors(dflash_json()))
-    assert drafter_for(target, folder, count=5).max_tokens == 5
-    with pytest.raises(UserError, match=r"num_speculative_tokens is 6, but the drafter in .* proposes 1 to 5 tokens"):
-        drafter_for(target, folder, count=6)
-
-
-def test_no_such_method_or_drafter(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(UserError, match="method 'eagle9' is not known; known: none, dflash"):
-        drafter_for(target, tmp_path, "eagle9")
-    with pytest.raises(UserError, match=r"no model '\./no-such-folder'"):
-        load_drafter(SpeculativeConfig("dflash", "./no-such-folder"), target)
-    file = tmp_path / "drafter.gguf"
-    file.write_bytes(b"")
-    with pytest.raises(UserError, match="is not a drafter's folder"):
-        drafter_for(target, file)
-    with pytest.raises(UserError, match="no drafter ships for tiny; name one with `model`"):
-        load_drafter(SpeculativeConfig("dflash"), target)
+def test_a_dspark_block_may_be_one_row(tmp_path: Path) -> None:
+    config, _ = load_dspark(write_dspark(tmp_path, dspark_json(block_size=1)), torch.float64)
+    assert config.backbone.block_size == 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,15 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from foredraft.drafters.base import DraftRequest, Proposal
+from foredraft.drafters.base import DraftRequest, DraftSampling, Proposal
+from foredraft.drafters.calibration import Calibration
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashWeights
 from foredraft.models.batch import flat_batch
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.rope import RotaryTable, inverse_frequencies
 from foredraft.ops import REFERENCE
+from foredraft.ops.noise import Stream, draw
 from foredraft.training.dflash import training_forward
 
 TARGET = tiny_model(replace(CONFIG, num_layers=4))
@@ -145,6 +148,13 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
+def assert_confidences(proposal: Proposal, expected: Tensor) -> None:
+    """``ops.best`` gives float32."""
+    assert proposal.confidences is not None
+    found = torch.tensor(proposal.confidences, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 class Rounds:
     """A target and a drafter driven as the engine drives them, with acceptance by dice."""
 
@@ -190,7 +200,8 @@ class Rounds:
             committed = self.sequences[slot][0][: request.position]
             expected = self.variant.hidden(self.variant.taps(committed), request.anchor, count)
             assert_same(own, expected)
-            assert proposal == Proposal(tuple(self.variant.tokens(expected)))
+            assert proposal.token_ids == tuple(self.variant.tokens(expected))
+            assert_confidences(proposal, (expected @ self.variant.draft_head.T).softmax(-1).amax(-1))
 
     def anchor(self, slot: int) -> tuple[int, int]:
         tokens, done = self.sequences[slot]
@@ -232,7 +243,8 @@ def test_a_drafter_with_a_past_is_one_freshly_primed(variants: Mapping[str, Vari
         batch = flat_batch([tokens[:done]], [0], [0])
         fresh.observe(batch, TARGET.forward(batch, TARGET.new_cache(), fresh.taps).taps, [done])
         expected = fresh.propose([DraftRequest(0, tokens[done], done)], 5)
-        assert rounds.drafter.propose([DraftRequest(slot, tokens[done], done)], 5) == expected
+        found = rounds.drafter.propose([DraftRequest(slot, tokens[done], done)], 5)
+        assert [proposal.token_ids for proposal in found] == [proposal.token_ids for proposal in expected]
         assert_same(rounds.spy.seen, spy.seen)
 
 
@@ -251,7 +263,7 @@ def test_training_sees_what_inference_sees(variants: Mapping[str, Variant], name
         TARGET.embeddings,
         taps,
         [torch.tensor(own) for own in anchors],
-        [torch.tensor([text[at] for at in own]) for text, own in zip(texts, anchors, strict=True)],
+        torch.tensor([text[at] for text, own in zip(texts, anchors, strict=True) for at in own]),
         block,
         RotaryTable(frequencies, factor, torch.float64),
     )
@@ -260,7 +272,7 @@ def test_training_sees_what_inference_sees(variants: Mapping[str, Variant], name
         for text, own, features in zip(texts, anchors, taps, strict=True)
         for at in own
     ]
-    assert_same(found, torch.stack(expected))
+    assert_same(found[:, 1:], torch.stack(expected))
 
 
 def test_later_context_matters(variants: Mapping[str, Variant]) -> None:
@@ -294,6 +306,40 @@ def test_packed_weights_give_the_same_bits(variants: Mapping[str, Variant], name
         found.append((proposal, spy.seen))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
     assert {*found[0][0].token_ids} <= {*variant.vocabulary.tolist()}
+
+
+def test_sampled_proposals_are_drawn_from_the_distribution_they_report(variants: Mapping[str, Variant]) -> None:
+    """The k-th token of a sampling request by the noise of its own position, beside a greedy request."""
+    variant = variants["draft-vocabulary"]
+    drafter = DFlashDrafter(variant.config, variant.weights, TARGET)
+    tokens = random.Random(3).choices(range(len(TOKENS)), k=9)
+    batch = flat_batch([tokens, tokens], [0, 0], [0, 1])
+    drafter.observe(batch, TARGET.forward(batch, TARGET.new_cache(), drafter.taps).taps, [9, 9])
+    sampling = DraftSampling(temperature=0.7, seed=11, want_log_probs=True)
+    greedy, sampled = drafter.propose([DraftRequest(0, 5, 9), DraftRequest(1, 5, 9, sampling)], 4)
+    logits = variant.hidden(variant.taps(tokens), 5, 4) @ variant.draft_head.T
+    expected = torch.full((4, len(TOKENS)), -torch.inf, dtype=torch.float64)
+    expected[:, VOCABULARY] = (logits / 0.7).log_softmax(-1)
+    assert sampled.log_probs is not None
+    assert_same(sampled.log_probs, expected)
+    drawn = [draw((logits[k - 1] / 0.7).numpy(), 11, 9 + k, Stream.TARGET, np.array(VOCABULARY)) for k in range(1, 5)]
+    assert sampled.token_ids == tuple(VOCABULARY[row] for row in drawn)
+    assert greedy.token_ids == tuple(variant.tokens(variant.hidden(variant.taps(tokens), 5, 4)))
+    for proposal in (greedy, sampled):
+        assert_confidences(proposal, logits.softmax(-1).amax(-1))
+
+
+def test_confidences_are_calibrated_by_position(variants: Mapping[str, Variant]) -> None:
+    calibration = Calibration((2.0, 0.5), (0.1, -0.3))
+    tokens = random.Random(3).choices(range(len(TOKENS)), k=9)
+    batch = flat_batch([tokens], [0], [0])
+    found = []
+    for own in (None, calibration):
+        drafter = DFlashDrafter(variants["plain"].config, variants["plain"].weights, TARGET, calibration=own)
+        drafter.observe(batch, TARGET.forward(batch, TARGET.new_cache(), drafter.taps).taps, [9])
+        found.append(drafter.propose([DraftRequest(0, 5, 9)], 3)[0].confidences)
+    assert found[0] is not None
+    assert found[1] == tuple(calibration.apply(k, raw) for k, raw in enumerate(found[0], start=1)) != found[0]
 
 
 def test_taps_and_limits(variants: Mapping[str, Variant]) -> None:

@@ -12,8 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from foredraft.engine.acceptance import Verdict, exact, rejection, rejection_rows
-from foredraft.engine.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel
-from foredraft.engine.sampler import History, gumbel_argmax, process_logits, sample_rows
+from foredraft.engine.sampler import History, process_logits, sample_rows
+from foredraft.ops.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel, gumbel_argmax
 from foredraft.sampling_params import SamplingParams
 
 V = 8

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from scripted import KINDS, PlainDecoder, ScriptedDrafter, hostile
 from tiny import CONFIG, EOS, TOKENS, dflash_json, dflash_tensors, model_tensors, tiny_target, write_dflash
 
-from foredraft.config import EngineConfig
+from foredraft.config import EngineConfig, NumSpeculativeTokens
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashDrafter
+from foredraft.engine.costs import CostCurve, Costs, DraftCost
 from foredraft.engine.engine import Engine
 from foredraft.engine.sequence import Sequence as Running
 from foredraft.models.batch import flat_batch
@@ -33,8 +34,8 @@ class Request:
     arrives: int
 
 
-def engine_for(drafter: Drafter | None, count: int = 0, **settings: Any) -> Engine:
-    rule = settings.pop("acceptance_rule", "exact")
+def engine_for(drafter: Drafter | None, count: NumSpeculativeTokens = 0, **settings: Any) -> Engine:
+    rule, costs = settings.pop("acceptance_rule", "exact"), settings.pop("costs", None)
     return Engine(
         TARGET.model,
         EngineConfig(**{"max_model_len": MAX_LEN, **settings}),
@@ -43,6 +44,7 @@ def engine_for(drafter: Drafter | None, count: int = 0, **settings: Any) -> Engi
         drafter=drafter,
         num_speculative_tokens=count,
         acceptance_rule=rule,
+        costs=costs,
     )
 
 
@@ -159,6 +161,30 @@ def test_hostile_drafters_change_nothing(
     served = run(engine_for(drafter, count, **limits), requests)
     assert_plain(served, requests)
     assert not drafter.seen and all(asked <= count for asked in drafter.asked)
+
+
+@st.composite
+def some_costs(draw: st.DrawFn) -> Costs:
+    """Of machines on which drafting pays always, never, or now and then."""
+    curve = CostCurve.through({rows: draw(st.floats(0.1, 3)) for rows in (1, 2, 4, 8, 40)})
+    return Costs(curve, DraftCost(*(draw(st.sampled_from([0.0, 0.01, 0.3])) for _ in range(4))))
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(a_request(), min_size=1, max_size=4),
+    limits,
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
+    st.one_of(st.none(), st.integers(0, 999)),
+    some_costs(),
+)
+def test_whatever_auto_decides_changes_nothing(
+    requests: list[Request], limits: dict[str, int], kinds: list[str], confidences: int | None, costs: Costs
+) -> None:
+    futures = [[*r.prompt, *PLAIN(r.prompt, r.params, r.params.seed or 0, MAX_LEN).token_ids] for r in requests]
+    drafter = ScriptedDrafter(hostile(futures, kinds, len(TOKENS), [EOS], 1), confidences)
+    assert_plain(run(engine_for(drafter, "auto", costs=costs, **limits), requests), requests)
+    assert not drafter.seen
 
 
 @settings(max_examples=40)

@@ -18,16 +18,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from foredraft.engine.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel
 from foredraft.engine.sampler import (
     History,
     greedy_rows,
-    gumbel_argmax,
     is_plain_greedy,
     process_logits,
     sample_rows,
     token_logprobs,
 )
+from foredraft.ops.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel, gumbel_argmax
 from foredraft.sampling_params import SamplingParams
 
 V = 40

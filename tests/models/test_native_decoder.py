@@ -54,10 +54,38 @@ def random_layers(config: ModelConfig, seed: int = 0) -> list[DecoderLayer[Any]]
     return [load_layer(tensors.__getitem__, f"{i}.", config) for i in range(config.num_layers)]
 
 
+def wide_layers(config: ModelConfig, width: int) -> list[DecoderLayer[Any]]:
+    """The first layer's queries, keys and values come from rows of ``width`` elements, as EAGLE-3's."""
+    first, *others = random_layers(config)
+    generator = torch.Generator().manual_seed(7)
+    qkv = random_tensor((first.qkv.shape[0], width), generator).bfloat16().double()
+    return [replace(first, qkv=qkv), *others]
+
+
+def query_layers(config: ModelConfig) -> list[DecoderLayer[Any]]:
+    """Without keys and values of their own, as Gemma 4 MTP's."""
+    rows = config.num_heads * config.head_dim
+    return [
+        replace(
+            layer,
+            qkv=layer.qkv[:rows],
+            qkv_bias=None if layer.qkv_bias is None else layer.qkv_bias[:rows],
+            k_norm=None,
+        )
+        for layer in random_layers(config)
+    ]
+
+
 def native_decoder(
-    config: ModelConfig, form: Format = "bf16", visibility: Sequence[Visibility] | None = None, seed: int = 0
+    config: ModelConfig,
+    form: Format = "bf16",
+    visibility: Sequence[Visibility] | None = None,
+    seed: int = 0,
+    layers: Sequence[DecoderLayer[Any]] | None = None,
+    kv_layers: tuple[int, ...] | None = None,
 ) -> NativeDecoder:
-    return NativeDecoder(random_layers(config, seed), config, form, tuple(visibility or [CAUSAL] * config.num_layers))
+    seen = tuple(visibility or [CAUSAL] * config.num_layers)
+    return NativeDecoder(layers or random_layers(config, seed), config, form, seen, kv_layers)
 
 
 def bfloat16(x: Tensor) -> Tensor:
@@ -116,7 +144,11 @@ class RoundedCache(KVCache):
 
 
 def reference_decoder(
-    config: ModelConfig, form: Format = "bf16", visibility: Sequence[Visibility] | None = None
+    config: ModelConfig,
+    form: Format = "bf16",
+    visibility: Sequence[Visibility] | None = None,
+    layers: Sequence[DecoderLayer[Any]] | None = None,
+    kv_layers: tuple[int, ...] | None = None,
 ) -> TorchDecoder:
     """PyTorch's decoder in float64, over the weights as ``form`` has them, with the roundings that the native decoder
     declares: of what its products multiply, to bfloat16 or 8 bits, and of queries, keys, values and attention weights
@@ -127,16 +159,22 @@ def reference_decoder(
         linear=lambda x, weight, bias: REFERENCE.linear(rounded(x), weight, bias),
         rope=lambda x, cos, sin: bfloat16(REFERENCE.rope(x, cos, sin)),
     )
-    layers = [
+    stored = [
         layer.map_matrices(lambda weight: native.unpack(native.pack(weight, form)).double())
-        for layer in random_layers(config)
+        for layer in layers or random_layers(config)
     ]
-    return TorchDecoder(layers, config, ops, torch.float64, "bf16", tuple(visibility or [CAUSAL] * config.num_layers))
+    seen = tuple(visibility or [CAUSAL] * config.num_layers)
+    return TorchDecoder(stored, config, ops, torch.float64, "bf16", seen, kv_layers)
 
 
 def rows_of(config: ModelConfig, count: int, seed: int = 0) -> Tensor:
     """Inputs of the first layer, [count, K]."""
     return torch.randn(count, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs_of(width: int, count: int, seed: int = 0) -> Tensor:
+    """What a first layer's attention reads, [count, width]."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed + 10**6))
 
 
 def batch_of(counts: Sequence[int], starts: Sequence[int], slots: Sequence[int]) -> Batch:
@@ -156,9 +194,41 @@ class Both:
     """Of every row that was compared."""
 
     @classmethod
-    def of(cls, config: ModelConfig, form: Format = "bf16", visibility: Sequence[Visibility] | None = None) -> "Both":
-        mine, theirs = native_decoder(config, form, visibility), reference_decoder(config, form, visibility)
-        caches = (mine.new_cache(), RoundedCache(config, torch.float64))
+    def of(
+        cls,
+        config: ModelConfig,
+        form: Format = "bf16",
+        visibility: Sequence[Visibility] | None = None,
+        layers: Sequence[DecoderLayer[Any]] | None = None,
+    ) -> "Both":
+        mine = native_decoder(config, form, visibility, layers=layers)
+        theirs = reference_decoder(config, form, visibility, layers)
+        return cls.with_caches(config, form, mine, theirs, (mine.new_cache(), RoundedCache(config, torch.float64)))
+
+    @classmethod
+    def reading(
+        cls,
+        target: "Both",
+        config: ModelConfig,
+        kv_layers: tuple[int, ...],
+        form: Format = "bf16",
+        visibility: Sequence[Visibility] | None = None,
+    ) -> "Both":
+        """Decoders that read the keys and values of ``target``'s."""
+        layers = query_layers(config)
+        mine = native_decoder(config, form, visibility, layers=layers, kv_layers=kv_layers)
+        theirs = reference_decoder(config, form, visibility, layers, kv_layers)
+        return cls.with_caches(config, form, mine, theirs, target.caches)
+
+    @classmethod
+    def with_caches(
+        cls,
+        config: ModelConfig,
+        form: Format,
+        mine: NativeDecoder,
+        theirs: TorchDecoder,
+        caches: tuple[Cache, KVCache],
+    ) -> "Both":
         # All that differs is float32 sums, and what lies so near to the middle of two bfloat16 or 8-bit values that
         # these sums round it elsewhere: a few elements, by 2^-8 or by amax / 127.
         return cls(config, mine, theirs, caches, 2.0**-6 if form in ("bf16", "mxfp4_a16") else 2.0**-4, [])
@@ -170,11 +240,15 @@ class Both:
         slots: Sequence[int],
         seed: int = 0,
         taps: Sequence[int] = (),
+        width: int | None = None,
     ) -> None:
+        """width: of an attention input."""
         hidden = rows_of(self.config, sum(counts), seed)
         batch = batch_of(counts, starts, slots)
-        found, found_taps = self.native.forward(hidden.clone(), batch, self.caches[0], taps)
-        expected, expected_taps = self.reference.forward(hidden.double(), batch, self.caches[1], taps)
+        own = None if width is None else inputs_of(width, sum(counts), seed)
+        found, found_taps = self.native.forward(hidden.clone(), batch, self.caches[0], taps, own)
+        own = None if own is None else own.double()
+        expected, expected_taps = self.reference.forward(hidden.double(), batch, self.caches[1], taps, own)
         self.assert_close(found, expected)
         if taps:
             assert found_taps is not None and expected_taps is not None
@@ -279,6 +353,58 @@ def test_injected_context_and_a_bidirectional_block(heads: tuple[int, int, int],
     both.forward([8, 8], [105, 3], [0, 1], 4)
     both.inject([1, 60], [105, 3], [0, 1], 5)
     both.forward([4, 4], [106, 63], [0, 1], 6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+@pytest.mark.parametrize("width", [8, 74, 200])
+def test_an_attention_input_of_the_first_layer(name: str, form: Format, width: int) -> None:
+    """Fewer and more columns than the residual stream has, than all heads have, and than the MLP has."""
+    config = CONFIGS[name]
+    both = Both.of(config, form, layers=wide_layers(config, width))
+    both.forward([3, 40, 1], [0, 0, 0], [4, 0, 2], 1, [0], width)
+    both.forward([1, 8, 1], [3, 40, 1], [4, 0, 2], 2, [1, 0], width)
+
+
+def test_an_attention_input_but_for_float32() -> None:
+    config = replace(CONFIGS["qwen3"], num_layers=1)
+    both = Both.of(config, layers=wide_layers(config, 74))
+    for at in range(40):
+        both.forward([1], [at], [0], at, width=74)
+    assert torch.cat(both.errors).median() < 1e-6
+
+
+READERS: dict[str, dict[str, Any]] = {
+    "same-heads": {"hidden_size": 24, "intermediate_size": 40},
+    "more-heads": {"num_heads": 12, **ODD},
+    "one-head-each": {"num_heads": 2, "hidden_size": 33, "intermediate_size": 20},
+    "normed": {"qk_norm": True, "hidden_size": 48, "attention_bias": True, "rms_norm_eps": 1e-5},
+}
+"""How a decoder that reads another's keys and values differs from that one, which has 4 heads, 2 of them key/value."""
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+@pytest.mark.parametrize("reader", READERS)
+def test_layers_that_read_the_keys_and_values_of_another_decoder(reader: str, form: Format) -> None:
+    target = Both.of(BASE)
+    config = replace(BASE, num_layers=3, **READERS[reader])
+    visibility = [CAUSAL, Visibility(window=20), CAUSAL]
+    both = Both.reading(target, config, (1, 0, 1), form, visibility)
+    target.forward([150, 3, 1], [0, 0, 0], [0, 5, 2], 1)
+    both.forward([1, 1, 1], [149, 2, 0], [0, 5, 2], 2, [0, 2])
+    both.forward([1], [149], [0], 3)
+    both.forward([60, 2], [90, 1], [0, 5], 4)
+    target.forward([6, 1], [150, 3], [0, 5], 5)
+    both.forward([1, 1], [155, 3], [0, 5], 6)
+
+
+def test_reading_but_for_float32() -> None:
+    target = Both.of(replace(BASE, num_layers=1))
+    both = Both.reading(target, replace(BASE, num_layers=1, **READERS["more-heads"]), (0,))
+    for at in range(40):
+        target.forward([1], [at], [0], at)
+        both.forward([1], [at], [0], 100 + at)
+    assert torch.cat(both.errors).median() < 1e-6
 
 
 def test_the_reference_can_tell() -> None:
@@ -487,6 +613,62 @@ def test_a_drafted_block_depends_on_its_own_context_alone(
             lengths[slots[0]] = 0
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.sampled_from(["bf16", "int8", "mxfp4"]), st.sampled_from([None, 5, 70]))
+def test_a_reading_row_depends_on_its_own_context_alone(seed: int, form: Format, window: int | None) -> None:
+    """Not on other rows, sequences and threads; and what it reads stays as it was."""
+    rng = random.Random(seed)
+    target, cache = native_decoder(BASE), native_decoder(BASE).new_cache()
+    lengths = [rng.choice([1, 5, 70, 200, 400]) for _ in range(4)]
+    contexts = [rows_of(BASE, length + 1, seed % 10**6 + slot) for slot, length in enumerate(lengths)]
+    slots = list(range(4))
+    first = torch.cat([context[:-1] for context in contexts])
+    target.forward(first, batch_of(lengths, [0] * 4, slots), cache, [])
+    for slot, length in enumerate(lengths):
+        cache.commit(slot, length)
+    config = replace(BASE, **READERS["more-heads"])
+    seen = [Visibility(window=window), CAUSAL]
+    reader = native_decoder(config, form, seen, layers=query_layers(config), kv_layers=(1, 0))
+    pages, lengths_before = cache.pool.pages, [cache.length(slot) for slot in slots]
+    for turn in range(3):
+        own = rng.sample(slots, rng.randint(1, 4))
+        counts = [rng.randint(1, min(30, lengths[slot])) for slot in own]
+        starts = [lengths[slot] - count for slot, count in zip(own, counts, strict=True)]
+        rows = [rows_of(config, count, turn) for count in counts]
+        with native.threads(rng.randint(1, 4)):
+            found, _ = reader.forward(torch.cat(rows), batch_of(counts, starts, own), cache, [])
+        with native.threads(1):
+            for slot, part, start, result in zip(own, rows, starts, found.split([len(r) for r in rows]), strict=True):
+                for i in range(len(part)):
+                    alone, _ = reader.forward(part[i : i + 1].clone(), batch_of([1], [start + i], [slot]), cache, [])
+                    assert torch.equal(alone, result[i : i + 1])
+    assert cache.pool.pages == pages and [cache.length(slot) for slot in slots] == lengths_before
+    last = torch.cat([context[-1:] for context in contexts])
+    after, _ = target.forward(last, batch_of([1] * 4, lengths, slots), cache, [])
+    for slot, context in enumerate(contexts):
+        assert torch.equal(after[slot], whole(target, context)[-1, : BASE.hidden_size])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.sampled_from(["bf16", "int8", "mxfp4"]))
+def test_a_row_with_an_attention_input_depends_on_its_own_context_alone(seed: int, form: Format) -> None:
+    rng, width = random.Random(seed), 45
+    decoder = native_decoder(BASE, form, layers=wide_layers(BASE, width))
+    hidden, inputs = rows_of(BASE, 150, seed % 10**6), inputs_of(width, 150, seed % 10**6)
+    with native.threads(1):
+        expected, _ = decoder.forward(hidden.clone(), batch_of([150], [0], [0]), decoder.new_cache(), [], inputs)
+    cache, done = decoder.new_cache(), 0
+    while done < 150:
+        count, beside = min(rng.choice([1, 3, 20, 60]), 150 - done), rng.choice([1, 30])
+        part = slice(done, done + count)
+        rows = torch.cat([rows_of(BASE, beside, done), hidden[part]])
+        own = torch.cat([inputs_of(width, beside, done), inputs[part]])
+        with native.threads(rng.randint(1, 4)):
+            found, _ = decoder.forward(rows, batch_of([beside, count], [0, done], [1, 0]), cache, [], own)
+        assert torch.equal(found[beside:], expected[part])
+        done += count
+
+
 def test_python_threads_may_share_a_decoder() -> None:
     """Each with its own cache; prefill and decoding over a long context plan their work differently."""
     config = CONFIGS["llama"]
@@ -536,6 +718,55 @@ def test_rows_and_taps_that_do_not_fit() -> None:
     for tap in (-1, 2):
         with pytest.raises(IndexError, match=r"0\.\.1"):
             decoder.forward(rows_of(config, 1), batch_of([1], [0], [0]), cache, [tap])
+
+
+@pytest.mark.parametrize("kernels", ["native", "pytorch"])
+def test_an_attention_input_that_does_not_fit(kernels: str) -> None:
+    make: Any = native_decoder if kernels == "native" else reference_decoder
+    batch = batch_of([3], [0], [0])
+    wide, plain = make(BASE, layers=wide_layers(BASE, 45)), make(BASE)
+    for decoder, width in ((wide, 44), (plain, 45)):
+        with pytest.raises(ValueError, match=rf"attention_input is \(3, {width}\), expected \(3, "):
+            decoder.forward(rows_of(BASE, 3).double(), batch, decoder.new_cache(), [], inputs_of(width, 3).double())
+    with pytest.raises(ValueError, match=r"attention_input is \(2, 45\)"):
+        wide.forward(rows_of(BASE, 3).double(), batch, wide.new_cache(), [], inputs_of(45, 2).double())
+    with pytest.raises(ValueError, match="needs an attention_input of 45 columns"):
+        wide.forward(rows_of(BASE, 3).double(), batch, wide.new_cache(), [])
+
+
+@pytest.mark.parametrize("kernels", ["native", "pytorch"])
+def test_keys_and_values_that_do_not_fit(kernels: str) -> None:
+    make: Any = native_decoder if kernels == "native" else reference_decoder
+    target = make(BASE)
+    cache = target.new_cache()
+    target.forward(rows_of(BASE, 5).double(), batch_of([5], [0], [0]), cache, [])
+    cache.commit(0, 5)
+
+    def read(config: ModelConfig, kv_layers: tuple[int, ...], start: int = 4) -> None:
+        reader = make(config, layers=query_layers(config), kv_layers=kv_layers)
+        reader.forward(rows_of(config, 1).double(), batch_of([1], [start], [0]), cache, [])
+
+    read(BASE, (1, 1))
+    for wrong in ((0, 2), (-1, 0)):
+        with pytest.raises(ValueError, match=r"0 to 1"):
+            read(BASE, wrong)
+    with pytest.raises(ValueError, match="a layer for each layer"):
+        read(BASE, (0,))
+    for config in (replace(BASE, num_kv_heads=1), replace(BASE, head_dim=8)):
+        with pytest.raises(ValueError, match=f"2 key/value heads of 6, the layers .*{config.num_kv_heads} of "):
+            read(config, (0, 1))
+    with pytest.raises(ValueError, match="slot 0: rows up to position 5, but 5 are committed"):
+        read(BASE, (0, 1), start=5)
+
+
+def test_matrices_that_do_not_fit_the_configuration() -> None:
+    first, second = random_layers(BASE)
+    for name in ("qkv", "out", "gate_up", "down"):
+        broken = replace(second, **{name: getattr(second, name)[:-2]})
+        with pytest.raises(ValueError, match="expected"):
+            native_decoder(BASE, layers=[first, broken])
+    with pytest.raises(ValueError, match="qkv is 48 x 16, expected 24 x 16"):
+        native_decoder(BASE, layers=[first, second], kv_layers=(0, 1))
 
 
 def test_weight_bytes_count_what_a_pass_streams() -> None:

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.engine import noise
-from foredraft.engine.sampler import gumbel_argmax
 from foredraft.errors import UserError
-from foredraft.ops import native, reference
+from foredraft.ops import native, noise, reference
+from foredraft.ops.noise import gumbel_argmax
 from foredraft.quantization.mxfp4 import MXFP4Tensor, quantize
 
 MISSING = native.unavailable()
@@ -352,6 +351,58 @@ def test_argmax_of_a_vocabulary() -> None:
     assert native.argmax(x[:0]).tolist() == []
 
 
+# Around the steps of 4096 whose sums are merged, and above them.
+@pytest.mark.parametrize("count", [1, 3, 16, 33, 4095, 4096, 4097, 8192, 20_000, 260_000])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 4.0, 30.0])
+def test_best(count: int, spread: float) -> None:
+    x = random(3, count, seed=count, scale=spread) + 7.0
+    x[1, :: 3 if count > 3 else 1] -= 1e30
+    ids, log_probs = native.best(x)
+    assert (ids.dtype, log_probs.dtype) == (torch.int64, torch.float32)
+    assert ids.tolist() == x.numpy().argmax(-1).tolist()
+    expected = torch.log_softmax(x.double(), -1).amax(-1)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_best_where_one_token_has_nearly_everything() -> None:
+    """The tail of 260000 tokens that a running float32 sum beside a 1 would lose."""
+    x = torch.full((1, 260_000), -20.0)
+    x[0, 5000] = 0.0
+    assert float(native.best(x)[1]) == pytest.approx(-np.log1p(259_999 * np.exp(-20.0)), rel=0.02)
+
+
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 3), st.integers(1, 70))
+def test_best_of_any_row_is_the_references(data: st.DataObject, rows: int, count: int) -> None:
+    value = st.sampled_from([float("-inf"), -3e38, -1.0, -0.0, 0.0, 2.5, 3e38, float("inf"), float("nan")])
+    x = torch.tensor([data.draw(st.lists(value, min_size=count, max_size=count)) for _ in range(rows)])
+    for found, expected in zip(native.best(x), reference.best(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_best_of_a_vocabulary_with_one_broken_logit(value: float) -> None:
+    x = random(4, 20_000)
+    x[1, 15_000] = value
+    x[2] = -torch.inf
+    ids, log_probs = native.best(x)
+    assert ids.tolist() == x.argmax(-1).tolist()
+    assert log_probs.isnan().tolist() == [False, True, True, False]
+    assert [len(part) for part in native.best(x[:0])] == [0, 0]
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 20_000), st.integers(1, 9), st.integers(0, 2**32), st.integers(1, 4))
+def test_a_row_of_best_depends_on_nothing_else(count: int, rows: int, seed: int, threads: int) -> None:
+    x = random(rows, count, seed=seed, scale=3.0)
+    with native.threads(threads):
+        together = native.best(torch.cat([x, torch.full_like(x[:1], torch.nan)]))
+    with native.threads(1):
+        for i in range(rows):
+            for own, all_rows in zip(native.best(x[i : i + 1]), together, strict=True):
+                assert torch.equal(own, all_rows[i : i + 1])
+
+
 keys = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.sampled_from(list(noise.Stream)))
 
 
@@ -375,6 +426,44 @@ def test_gumbel_argmax_is_numpys(
         scores[np.argsort(-scores)[filtered:]] = -np.inf
     expected = gumbel_argmax(scores, partial(noise.gumbel, own_seed, position, stream=stream))
     assert native.gumbel_argmax(scores, own_seed, position, stream) == expected
+
+
+@settings(max_examples=150)
+@given(
+    keys,
+    st.integers(1, 1000),
+    st.sampled_from([1.0, 0.5, 0.1, 0.002]),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.3, 3.0, 30.0, 1e4]),
+    st.sampled_from([0, 0, 3, 50]),
+    st.booleans(),
+)
+def test_gumbel_argmax_of_a_draft_vocabulary_has_the_noise_of_its_target_ids(
+    key: tuple[int, int, noise.Stream],
+    count: int,
+    density: float,
+    seed: int,
+    spread: float,
+    filtered: int,
+    ties: bool,
+) -> None:
+    own_seed, position, stream = key
+    rng = np.random.default_rng(seed)
+    ids: NDArray[np.int64] = np.sort(rng.choice(int(count / density), count, replace=False)).astype(np.int64)
+    scores: NDArray[np.float32] = rng.normal(size=count).astype(np.float32) * np.float32(spread)
+    if ties:
+        scores = np.round(scores)
+    if filtered:
+        scores[np.argsort(-scores)[filtered:]] = -np.inf
+    expected = gumbel_argmax(scores, lambda rows: noise.gumbel(own_seed, position, ids[rows], stream))
+    assert native.gumbel_argmax(scores, own_seed, position, stream, ids) == expected
+    assert native.gumbel_argmax(scores, own_seed, position, stream, ids.astype(np.int32)) == expected
+
+
+def test_gumbel_argmax_with_ids_that_do_not_fit() -> None:
+    scores: NDArray[np.float32] = np.zeros(3, dtype=np.float32)
+    with pytest.raises(ValueError, match="3 scores, 2 ids"):
+        native.gumbel_argmax(scores, 1, 2, noise.Stream.TARGET, np.arange(2))
 
 
 @pytest.mark.parametrize("scores", [[float("inf"), 0.0], [float("-inf")] * 5, [float("nan")] * 3])

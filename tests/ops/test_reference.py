@@ -151,6 +151,23 @@ def test_silu_mul_gates_with_the_first_half() -> None:
     torch.testing.assert_close(reference.silu_mul(torch.cat((gate, up), -1)), expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_best_is_the_first_of_the_largest_and_its_log_probability(dtype: torch.dtype) -> None:
+    logits = torch.cat([random(4, 9) * 3, torch.tensor([[1.0, 5, 2, 5, 5, -torch.inf, 0, 0, 0]])]).to(dtype)
+    ids, log_probs = reference.best(logits)
+    assert (ids.dtype, log_probs.dtype) == (torch.int64, torch.float32)
+    for row, found, log_prob in zip(logits.tolist(), ids.tolist(), log_probs.tolist(), strict=True):
+        assert found == row.index(max(row))
+        assert log_prob == pytest.approx(max(row) - math.log(sum(map(math.exp, row))), abs=1e-6)
+
+
+def test_best_of_rows_without_a_distribution() -> None:
+    nan, inf = math.nan, math.inf
+    ids, log_probs = reference.best(torch.tensor([[1, nan, 2], [0, inf, 1], [-inf, -inf, -inf], [-inf, 1, -inf]]))
+    assert ids.tolist() == [1, 1, 0, 1]
+    assert log_probs.isnan().tolist() == [True, True, True, False] and log_probs[3] == 0
+
+
 def test_embedding_picks_rows() -> None:
     table = random(7, 3)
     assert torch.equal(reference.embedding(torch.tensor([6, 0, 6]), table), table[[6, 0, 6]])

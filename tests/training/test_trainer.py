@@ -18,12 +18,10 @@ from foredraft.models.decoder import DecoderModel
 from foredraft.models.layers import context_keys_values, key_value_rows, project
 from foredraft.ops import REFERENCE
 from foredraft.training.data import Example
-from foredraft.training.dflash import (
-    DFlashObjective,
-    DFlashRecipe,
-    initial_drafter,
-    training_mask,
-)
+from foredraft.training.dflash import DFlashObjective, initial_dflash, training_mask
+from foredraft.training.features import FeatureSource
+from foredraft.training.losses import Mixture
+from foredraft.training.recipe import Recipe
 from foredraft.training.trainer import CHECKPOINT, TrainConfig, Trainer, learning_rate_factor
 
 SHAPE = replace(
@@ -38,9 +36,7 @@ SHAPE = replace(
     tie_word_embeddings=True,
     qk_norm=True,
 )
-RECIPE = DFlashRecipe(
-    layers=2, block_sizes=(4, 5), taps=(1, 3), mask_token_id=47, gamma=4.0, distillation=0.5, anchors=6
-)
+RECIPE = Recipe(layers=2, drafts=(3, 4), taps=(1, 3), mask_token_id=47, gamma=4.0, mixture=Mixture(0.5, 0.5), anchors=6)
 
 
 def tiny_target(shape=SHAPE, dtype=torch.float32):
@@ -57,9 +53,10 @@ def texts(count, seed=1):
 def trainer_in(folder, target, examples, recipe=RECIPE, held_out=(), **settings):
     config = TrainConfig(**{"steps": 6, "warmup": 2, "checkpoint_every": 100, "evaluate_every": 100} | settings)
     folder.mkdir(exist_ok=True)
-    start = initial_drafter(target, recipe, None, examples[0].tokens)
+    start = initial_dflash(target, recipe, None, examples[0].tokens)
     objective = DFlashObjective(target, *start, recipe)
-    return Trainer(target, objective, examples, held_out, config, folder, asdict(recipe))
+    features = FeatureSource(target, objective.taps, 1 << 20)
+    return Trainer(features, objective, examples, held_out, config, folder, asdict(recipe))
 
 
 def silent(_):
@@ -89,7 +86,7 @@ def test_first_keys_and_values_are_those_of_the_targets_last_layer():
     target = tiny_target()
     recipe = replace(RECIPE, layers=1, taps=(0, 4))
     tokens = list(range(10, 30))
-    config, weights = initial_drafter(target, recipe, None, tokens)
+    config, weights = initial_dflash(target, recipe, None, tokens)
     batch = flat_batch([tokens], [0], [0])
     taps = target.forward(batch, target.new_cache(), recipe.taps).taps
     angles = target.decoder.rotary(batch.positions, len(tokens))
@@ -104,7 +101,7 @@ def test_first_keys_and_values_are_those_of_the_targets_last_layer():
 def test_a_norm_free_target_starts_with_queries_and_keys_of_its_own_size():
     shape = replace(SHAPE, architecture="llama", qk_norm=False)
     target = tiny_target(shape)
-    _, weights = initial_drafter(target, replace(RECIPE, layers=1), None, list(range(20)))
+    _, weights = initial_dflash(target, replace(RECIPE, layers=1), None, list(range(20)))
     batch = flat_batch([list(range(20))], [0], [0])
     hidden = target.forward(batch, target.new_cache(), (4,)).taps
     queries, keys, _ = project(
@@ -119,9 +116,9 @@ def test_a_norm_free_target_starts_with_queries_and_keys_of_its_own_size():
 def test_scores_are_what_the_drafter_would_propose():
     """The training side's matches at each anchor equal the inference drafter's proposals there."""
     target = tiny_target()
-    recipe = replace(RECIPE, distillation=0.0, anchors=100, block_sizes=(4,))
+    recipe = replace(RECIPE, mixture=Mixture(), anchors=100, drafts=(3,))
     example = texts(1)[0]
-    config, weights = initial_drafter(target, recipe, None, example.tokens)
+    config, weights = initial_dflash(target, recipe, None, example.tokens)
     objective = DFlashObjective(target, config, weights, recipe)
     taps = target.forward(flat_batch([example.tokens], [0], [0]), target.new_cache(), recipe.taps).taps
     scores = objective.score([example], [taps], torch.Generator().manual_seed(0))
@@ -139,7 +136,7 @@ def test_scores_are_what_the_drafter_would_propose():
 def test_training_learns_its_texts(tmp_path):
     target = tiny_target()
     examples = texts(2)
-    recipe = replace(RECIPE, block_sizes=(4,), distillation=0.0, anchors=20)
+    recipe = replace(RECIPE, drafts=(3,), mixture=Mixture(), anchors=20)
     trainer = trainer_in(tmp_path, target, examples, recipe, examples, steps=150, learning_rate=3e-3)
     assert trainer.run(silent)
     entry = trainer.log[-1]
@@ -163,7 +160,7 @@ def test_interrupted_training_goes_on_exactly(tmp_path, stop_after):
     ours, theirs = (load_file(tmp_path / name / CHECKPOINT) for name in ("parts", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    moved = initial_drafter(target, RECIPE, None, examples[0].tokens)[1].fc
+    moved = initial_dflash(target, RECIPE, None, examples[0].tokens)[1].fc
     assert not torch.equal(ours["parameter.fc"], moved)
 
 

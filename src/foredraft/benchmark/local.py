@@ -1,17 +1,19 @@
 """Measuring engines in this process, plain decoding and speculation in turns."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from time import perf_counter
 
-from foredraft.benchmark.results import Answer, Condition, Measurement, Run, summarize
+from foredraft.benchmark.results import Answer, Condition, Measurement, PhaseTimes, Run, summarize
 from foredraft.benchmark.workloads import Conversation, Workload, request_seed
-from foredraft.config import SpeculativeConfig
+from foredraft.config import AcceptanceRule, NumSpeculativeTokens, SpeculativeConfig
+from foredraft.drafters import load_drafter
 from foredraft.engine.sequence import Acceptance
 from foredraft.engine.sequence import Sequence as RunningSequence
+from foredraft.engine.timings import PHASES
 from foredraft.errors import UserError
 from foredraft.llm import LLM
 from foredraft.models.loading import Target
@@ -58,16 +60,56 @@ class Plan:
 
 
 def configurations(
-    methods: Sequence[str], num_speculative_tokens: Sequence[int | None], drafter: str | None
+    methods: Sequence[str],
+    num_speculative_tokens: Sequence[NumSpeculativeTokens | None],
+    drafters: Mapping[str, str],
+    rules: Sequence[AcceptanceRule] = ("exact",),
 ) -> tuple[Configuration, ...]:
-    """Plain decoding, always and first, then each method with each N; None is the drafter's own default."""
+    """Plain decoding, always and first, then each method with each N and rule; N None is the drafter's own default.
+
+    drafters: folder or Hub id by method, for those that do not take the shipped one.
+    """
     speculative = (
-        SpeculativeConfig(method, drafter, n)
+        SpeculativeConfig(method, drafters.get(method), n, rule)
         for method in dict.fromkeys(methods)
         if method != "none"
         for n in dict.fromkeys(num_speculative_tokens)
+        for rule in dict.fromkeys(rules)
     )
     return (None, *speculative)
+
+
+def fitting(target: Target, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """The plan without each N that is more than a method's drafter can propose, and a line for each such method.
+
+    With one method all stays, and its drafter refuses. Raises UserError where nothing would be left.
+    """
+    speculative = [each for each in plan.configurations if each is not None]
+    methods = {each.method: each for each in speculative if isinstance(each.num_speculative_tokens, int)}
+    if len({each.method for each in speculative}) < 2:
+        return plan, ()
+    most = {
+        method: load_drafter(replace(each, num_speculative_tokens=None), target).max_tokens
+        for method, each in methods.items()
+    }
+    too_many = {each for each in speculative if _exceeds(each, most)}
+    if len(too_many) == len(speculative):
+        limits = ", ".join(f"{method} {limit}" for method, limit in most.items())
+        raise UserError(f"--num-speculative-tokens: every N is more than the drafters propose; their most: {limits}")
+    notes = []
+    for method, limit in most.items():
+        left_out = dict.fromkeys(
+            str(each.num_speculative_tokens) for each in speculative if each in too_many and each.method == method
+        )
+        if left_out:
+            notes.append(f"{method} proposes at most {limit} tokens: left out for it is N = {', '.join(left_out)}")
+    kept = tuple(each for each in plan.configurations if each not in too_many)
+    return replace(plan, configurations=kept), tuple(notes)
+
+
+def _exceeds(configuration: SpeculativeConfig, most: Mapping[str, int]) -> bool:
+    n = configuration.num_speculative_tokens
+    return isinstance(n, int) and n > most[configuration.method]
 
 
 def measure(target: Target, plan: Plan, report: Report) -> Iterator[list[Run]]:
@@ -107,15 +149,15 @@ def measure_workload(
 
     groups: numbers the groups across workloads, so that the order keeps rotating.
     """
-    measured = [Measurement(acceptance=Acceptance()) for _ in engines]
+    measured = [Measurement(acceptance=Acceptance(), times=PhaseTimes()) for _ in engines]
     params = plan.params(workload.name)
     for group, order in interleaved(len(workload.conversations), len(engines), concurrency, groups):
         for index in order:
             what = f"{workload.name}, concurrency {concurrency}, {label(engines[index].speculation)}"
             told = partial(report, what)
-            begin = perf_counter()
-            talks = converse(engines[index], workload.conversations, group, params, concurrency, told)
             own = measured[index]
+            begin = perf_counter()
+            talks = converse(engines[index], workload.conversations, group, params, concurrency, told, own.times)
             own.seconds += perf_counter() - begin
             own.conversations.extend(tuple(talk.answers) for talk in talks)
             for talk in talks:
@@ -179,29 +221,41 @@ def converse(
     params: Params,
     concurrency: int,
     finished: Callable[[], None],
+    times: PhaseTimes | None = None,
 ) -> list[Talk]:
-    """Hold the conversations ``numbers`` with at most ``concurrency`` of them in flight.
+    """Hold the conversations ``numbers`` with at most ``concurrency`` of them in flight; ``times`` takes what it took.
 
     A conversation starts when a place is free, not before, so that the time to its first token holds no waiting
     that a user would not see; each turn follows the answer before it at once.
     """
     talks = [Talk(number, conversations[number]) for number in numbers]
     waiting = deque(talks)
-    running: dict[int, Talk] = {}
+    running: dict[RunningSequence, Talk] = {}
     while waiting or running:
         while waiting and len(running) < concurrency:
             talk = waiting.popleft()
-            running[id(talk.ask(llm, params))] = talk
-        for sequence in llm.engine.step():
+            running[talk.ask(llm, params)] = talk
+        for sequence in _step(llm, running, times):
             if not sequence.finished:
                 continue
-            talk = running.pop(id(sequence))
+            talk = running.pop(sequence)
             talk.take(sequence)
             if talk.finished:
                 finished()
             else:
-                running[id(talk.ask(llm, params))] = talk
+                running[talk.ask(llm, params)] = talk
     return talks
+
+
+def _step(llm: LLM, running: Iterable[RunningSequence], times: PhaseTimes | None) -> list[RunningSequence]:
+    """One step of the engine, with its phases noted."""
+    seconds = llm.engine.timings.seconds
+    before = dict(seconds)
+    prefill = not all(sequence.decoding for sequence in running)
+    moved = llm.engine.step()
+    if times is not None:
+        times.note({phase: seconds[phase] - before[phase] for phase in PHASES}, prefill)
+    return moved
 
 
 def check_lengths(target: Target, plan: Plan) -> None:
@@ -223,7 +277,8 @@ def check_lengths(target: Target, plan: Plan) -> None:
 def label(configuration: Configuration) -> str:
     if configuration is None:
         return "none"
-    return f"{configuration.method} N={configuration.num_speculative_tokens}"
+    rule = ", rejection" if configuration.acceptance_rule == "rejection" else ""
+    return f"{configuration.method} N={configuration.num_speculative_tokens}{rule}"
 
 
 def _warm_up(engines: Sequence[LLM], workload: Workload, concurrency: int, max_tokens: int) -> None:

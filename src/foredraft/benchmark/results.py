@@ -1,17 +1,16 @@
-"""What a benchmark found: from measured answers to the figures of a run and their JSON file."""
+"""What a benchmark found: from measured answers to the figures of a run."""
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+from foredraft.config import NumSpeculativeTokens
 from foredraft.engine.sequence import Acceptance
-from foredraft.errors import UserError
+from foredraft.engine.timings import PHASES, Phase
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,46 @@ class Answer:
 
 
 @dataclass
+class PhaseTimes:
+    """Seconds that an engine spent in its phases.
+
+    seconds: in all. rounds: in each round without prefill.
+    """
+
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    rounds: dict[Phase, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+
+    def note(self, spent: Mapping[Phase, float], prefill: bool) -> None:
+        """Add what one step took."""
+        for phase, seconds in spent.items():
+            self.seconds[phase] += seconds
+            if not prefill:
+                self.rounds[phase].append(seconds)
+
+    def round_ms(self, phase: Phase) -> float | None:
+        """The median over rounds."""
+        return 1000 * median(self.rounds[phase]) if self.rounds[phase] else None
+
+    @property
+    def draft_share(self) -> float | None:
+        """What the drafter, proposing and observing, takes of the rounds' time in phases."""
+        sums = {phase: sum(seconds) for phase, seconds in self.rounds.items()}
+        whole = sum(sums.values())
+        return 1 - sums["verify"] / whole if whole else None
+
+
+@dataclass
 class Measurement:
     """All that one configuration did on one workload at one concurrency.
 
-    seconds: wall time of its slices. conversations: the answers of each, in the workload's order. acceptance:
-    None where a server does not tell.
+    seconds: wall time of its slices. conversations: the answers of each, in the workload's order. acceptance,
+    times: None where a server does not tell.
     """
 
     seconds: float = 0.0
     conversations: list[tuple[Answer, ...]] = field(default_factory=list)
     acceptance: Acceptance | None = None
+    times: PhaseTimes | None = None
 
     @property
     def answers(self) -> list[Answer]:
@@ -63,7 +92,7 @@ class Condition:
     quantization: str | None
     method: str
     drafter: str | None
-    num_speculative_tokens: int | None
+    num_speculative_tokens: NumSpeculativeTokens | None
     acceptance_rule: str | None
     dataset: str
     dataset_source: str
@@ -72,6 +101,11 @@ class Condition:
     temperature: float
     seed: int
     base_url: str | None = None
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the output ought to be plain decoding's: rule `rejection` keeps the distribution only."""
+        return self.acceptance_rule != "rejection" or self.temperature == 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +131,9 @@ class Run:
 
     num_prompts: conversations. turns: answers in all. identical_to_plain: whether every answer has the token ids
     of plain decoding in the same benchmark. num_different: conversations that do not.
+    draft_seconds, verify_seconds, observe_seconds: the engine's phases (see ``Phase``), prefill included. draft_ms,
+    verify_ms, observe_ms: medians over rounds without prefill. draft_share: of those rounds' time in the three
+    phases, what the drafter takes, proposing and observing.
     """
 
     condition: Condition
@@ -114,6 +151,13 @@ class Run:
     identical_to_plain: bool | None
     num_different: int | None
     differences: list[Difference] | None
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    observe_seconds: float | None = None
+    draft_ms: float | None = None
+    verify_ms: float | None = None
+    observe_ms: float | None = None
+    draft_share: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """One flat object with the names of DESIGN.md's contract."""
@@ -125,8 +169,8 @@ class Run:
 def summarize(condition: Condition, measured: Measurement, plain: Measurement | None) -> Run:
     """The figures of a measurement; ``plain`` is plain decoding's from the same benchmark, if it ran."""
     answers = measured.answers
-    acceptance = measured.acceptance
-    differences = None if plain is None else find_differences(plain, measured)
+    acceptance, times = measured.acceptance, measured.times
+    differences = find_differences(plain, measured) if plain and condition.keeps_tokens else None
     return Run(
         condition=condition,
         num_prompts=len(measured.conversations),
@@ -143,6 +187,13 @@ def summarize(condition: Condition, measured: Measurement, plain: Measurement | 
         identical_to_plain=None if differences is None else not differences,
         num_different=None if differences is None else len(differences),
         differences=differences,
+        draft_seconds=times.seconds["draft"] if times else None,
+        verify_seconds=times.seconds["verify"] if times else None,
+        observe_seconds=times.seconds["observe"] if times else None,
+        draft_ms=times.round_ms("draft") if times else None,
+        verify_ms=times.round_ms("verify") if times else None,
+        observe_ms=times.round_ms("observe") if times else None,
+        draft_share=times.draft_share if times else None,
     )
 
 
@@ -173,22 +224,3 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int:
     """Index of the first token that differs; the length of the shorter one if it begins the other."""
     pairs = enumerate(zip_longest(expected, found))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), len(expected))
-
-
-def check_output(path: Path) -> None:
-    """Raise UserError, before any work, where results cannot be written to ``path``."""
-    if path.is_dir():
-        raise UserError(f"--output {path} is a folder; give a file name such as {path / 'bench.json'}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UserError(f"--output {path}: the folder {folder} does not exist; create it first")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output {path}: the folder {folder} is not writable")
-
-
-def write_results(path: Path, environment: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Write a results file at once, so that a reader, or a crash, never meets half of one."""
-    content = {"environment": dict(environment), "runs": [run.as_json() for run in runs]}
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)

@@ -9,10 +9,13 @@ from rich.markup import escape
 
 from foredraft import __version__
 from foredraft.cli.bench import bench
+from foredraft.cli.calibrate import calibrate
 from foredraft.cli.chat import chat
 from foredraft.cli.demo import demo
+from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.quantize import quantize
+from foredraft.cli.report import report
 from foredraft.cli.synthesize import synthesize
 from foredraft.cli.train import train
 from foredraft.errors import UserError
@@ -51,7 +54,7 @@ def _options(
     pass
 
 
-for command in (demo, generate, chat, bench, train, synthesize, quantize):
+for command in (demo, generate, chat, bench, report, train, synthesize, calibrate, quantize, export):
     app.command()(command)
 
 

@@ -29,9 +29,12 @@ Drafter = Annotated[
     typer.Option("--drafter", help="The drafter's folder or Hub id; the embedded model has its own."),
 ]
 NumSpeculativeTokens = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        "--num-speculative-tokens", "-N", help="Draft tokens a round. \\[default: the drafter's]", show_default=False
+        "--num-speculative-tokens",
+        "-N",
+        help="Draft tokens a round, or auto. \\[default: the drafter's]",
+        show_default=False,
     ),
 ]
 SpeculativeConfigOption = Annotated[
@@ -65,14 +68,14 @@ FLAGS = {"model": "--drafter", "num_speculative_tokens": "--num-speculative-toke
 def speculation(
     method: str | None,
     drafter: str | None,
-    num_speculative_tokens: int | None,
+    num_speculative_tokens: str | None,
     speculative_config: str | None,
 ) -> SpeculativeConfig | None:
     """One config from the single options or from JSON; single options override JSON."""
     given: dict[str, Any] = {}
     if speculative_config is not None:
         given = _json_object(speculative_config)
-    overrides = {"method": method, "model": drafter, "num_speculative_tokens": num_speculative_tokens}
+    overrides = {"method": method, "model": drafter, "num_speculative_tokens": _count(num_speculative_tokens)}
     given.update({key: value for key, value in overrides.items() if value is not None})
     if given.get("method", "none") == "none":
         extra = sorted(set(given) - {"method"})
@@ -81,6 +84,11 @@ def speculation(
             raise UserError(f"{flags} is given, but the method is none; add --method dflash")
         return None
     return SpeculativeConfig.parse(given)
+
+
+def _count(text: str | None) -> int | str | None:
+    """A number as such; all else is for the config to judge."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -5,20 +5,23 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, get_args
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foredraft.cli import options
-from foredraft.drafters.checkpoints import default_taps, load_dflash
+from foredraft.drafters.checkpoints import default_taps
+from foredraft.drafters.dspark import MarkovKind
 from foredraft.errors import UserError
 from foredraft.models.loading import load_target
 from foredraft.tokenizer import Tokenizer
-from foredraft.training import dflash
 from foredraft.training.data import frequent_tokens, load_examples, split_held_out
+from foredraft.training.features import FeatureSource, FeatureStore
+from foredraft.training.losses import Mixture
+from foredraft.training.methods import OBJECTIVES, Start
+from foredraft.training.recipe import Recipe
 from foredraft.training.trainer import Progress as TrainProgress
 from foredraft.training.trainer import TrainConfig, Trainer
 
@@ -27,27 +30,39 @@ def train(
     model: options.Model,
     data: Annotated[list[Path], typer.Option(help="Answers of the target, JSON lines (.gz too); repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder of the drafter, its checkpoint and its log.")],
-    method: Annotated[str, typer.Option(help="Drafting method: dflash.")] = "dflash",
-    init: Annotated[Path | None, typer.Option(help="Start from this drafter instead of the target's layers.")] = None,
+    method: Annotated[str, typer.Option(help="Drafting method: mtp, gemma4_mtp, eagle3, dflash or dspark.")] = "dflash",
+    init: Annotated[
+        Path | None,
+        typer.Option(help="Start from this drafter (dspark: or a dflash one), not from the target's layers."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 5000,
     answers_per_step: Annotated[int, typer.Option(help="Texts a step (and process).")] = 2,
     anchors: Annotated[int, typer.Option(help="Blocks a text and step.")] = 96,
-    layers: Annotated[int, typer.Option(help="Drafter depth.")] = 3,
-    block_sizes: Annotated[
-        str, typer.Option(help="Trained block sizes, anchor included; the largest is shipped.")
-    ] = "8",
+    layers: Annotated[
+        int | None, typer.Option(help="Drafter depth. \\[default: the method's]", show_default=False)
+    ] = None,
+    draft_tokens: Annotated[
+        str, typer.Option(help="Numbers of draft tokens trained, one drawn a step; the largest limits a block drafter.")
+    ] = "7",
     taps: Annotated[
         str | None,
-        typer.Option(help="Target layers read, such as 1,10,19,26. \\[default: 4 spread evenly]", show_default=False),
+        typer.Option(help="Target layers read, such as 1,10,19,26. \\[default: the method's]", show_default=False),
     ] = None,
     draft_vocab_size: Annotated[
         int | None,
         typer.Option(help="Most frequent answer tokens the head predicts. \\[default: all]", show_default=False),
     ] = None,
     gamma: Annotated[float, typer.Option(help="Loss weight exp(-(k-1)/gamma) of block position k.")] = 4.0,
-    distillation: Annotated[
-        float, typer.Option(help="Share of the target's distribution in the labels, 0 to 1.")
-    ] = 0.0,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights of the cross-entropies with token and with the target's distribution, and of the distance "
+            "of the distributions. \\[default: 1,0,0; dspark: 0.1,0,0.9]",
+            show_default=False,
+        ),
+    ] = None,
+    markov_rank: Annotated[int, typer.Option(help="Rank of dspark's Markov head.")] = 64,
+    markov_kind: Annotated[str, typer.Option(help="Kind of dspark's Markov head: vanilla, gated or rnn.")] = "vanilla",
     learning_rate: Annotated[float, typer.Option(help="At the plateau.")] = 1e-3,
     warmup: Annotated[int, typer.Option(help="Steps of rising learning rate.")] = 100,
     decay: Annotated[float, typer.Option(help="Last share of the steps, in which the learning rate falls to 0.")] = 0.3,
@@ -56,6 +71,14 @@ def train(
     held_out: Annotated[int, typer.Option(help="Texts kept for evaluation.")] = 64,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations and checkpoints.")] = 500,
     feature_cache_gb: Annotated[float, typer.Option(help="Memory for features of texts seen before.")] = 4.0,
+    feature_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep the target's features on disk, for several runs over the same texts."),
+    ] = None,
+    feature_taps: Annotated[
+        str | None,
+        typer.Option(help="Layers kept in --feature-dir. \\[default: those that this run needs]", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of texts and of the anchors.")] = 0,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
@@ -69,8 +92,9 @@ def train(
 
       foredraft train smollm2-135m --method dflash --data answers.jsonl --output runs/dflash --steps 3000
     """
-    if method != "dflash":
-        raise UserError(f"method {method!r} cannot be trained; known: dflash")
+    if method not in OBJECTIVES:
+        raise UserError(f"method {method!r} cannot be trained; known: {', '.join(OBJECTIVES)}")
+    known = OBJECTIVES[method]
     config = TrainConfig(
         steps=steps,
         answers_per_step=answers_per_step,
@@ -80,7 +104,6 @@ def train(
         seed=seed,
         evaluate_every=evaluate_every,
         checkpoint_every=evaluate_every,
-        feature_cache_bytes=int(feature_cache_gb * 2**30),
     )
     console = Console(stderr=True)
     if device == "cuda" and "LOCAL_RANK" in os.environ:
@@ -94,28 +117,44 @@ def train(
     if draft_vocab_size is not None:
         vocab, covered = frequent_tokens(train_set, draft_vocab_size, tokenizer.eos_token_ids)
         console.print(f"the head's {len(vocab)} tokens are {covered:.2%} of what the target wrote")
-    recipe = dflash.DFlashRecipe(
-        layers=layers,
-        block_sizes=_integers(block_sizes, "--block-sizes"),
-        taps=_integers(taps, "--taps") if taps else default_taps(target.model.config.num_layers, 4),
+    base = target.model.config
+    recipe = Recipe(
+        layers=layers or known.layers,
+        drafts=_integers(draft_tokens, "--draft-tokens"),
+        taps=_integers(taps, "--taps") if taps else default_taps(base.num_layers, known.taps),
         mask_token_id=_mask_token(tokenizer),
         gamma=gamma,
-        distillation=distillation,
+        mixture=_mixture(loss) if loss else known.mixture,
         anchors=anchors,
     )
-    if init is None:
-        start = dflash.initial_drafter(target.model, recipe, vocab, train_set[0].tokens)
-    else:
-        start = load_dflash(init, torch.float32)
+    objective = known.build(
+        target.model, recipe, Start(init, vocab, train_set[0].tokens, markov_rank, _kind(markov_kind))
+    )
+    store = None
+    if feature_dir is not None:
+        kept = _integers(feature_taps, "--feature-taps") if feature_taps else objective.taps
+        needed = FeatureStore.bytes_needed(examples, kept, base.hidden_size)
+        console.print(
+            f"features of layers {', '.join(map(str, kept))} go to {feature_dir}: "
+            f"{needed / 1e9:.1f} GB once all {len(examples)} texts have been seen"
+        )
+        store = FeatureStore(feature_dir, model, kept, base.hidden_size, examples)
     output.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
-        target.model,
-        dflash.DFlashObjective(target.model, *start, recipe),
+        FeatureSource(target.model, objective.taps, int(feature_cache_gb * 2**30), store),
+        objective,
         train_set,
         held_out_set,
         config,
         output,
-        {"method": method, "model": model, "examples": len(train_set), "init": str(init), **asdict(recipe)},
+        {
+            "method": method,
+            "model": model,
+            "examples": len(train_set),
+            "init": str(init),
+            **({"markov_rank": markov_rank, "markov_kind": markov_kind} if method == "dspark" else {}),
+            **asdict(recipe),
+        },
     )
     if trainer.step:
         console.print(f"going on from step {trainer.step}")
@@ -169,6 +208,21 @@ def _integers(text: str, name: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise UserError(f"{name} is {text!r}, expected integers such as 1,10,19") from error
+
+
+def _mixture(text: str) -> Mixture:
+    try:
+        token, soft, distance = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--loss is {text!r}, expected three numbers such as 0.5,0.5,0") from error
+    return Mixture(token, soft, distance)
+
+
+def _kind(text: str) -> MarkovKind:
+    for kind in get_args(MarkovKind):
+        if kind == text:
+            return kind  # type: ignore[no-any-return]
+    raise UserError(f"--markov-kind is {text!r}, expected one of {', '.join(get_args(MarkovKind))}")
 
 
 def _mask_token(tokenizer: Tokenizer) -> int:

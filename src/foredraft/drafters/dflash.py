@@ -6,12 +6,15 @@ the block [anchor, MASK, ..., MASK] attends to them and, in both directions, to 
 predicted at once through the target's own head.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from foredraft.drafters.base import DraftRequest, Proposal
+from foredraft.drafters.base import DraftRequest, Proposal, Stop
+from foredraft.drafters.calibration import Calibration
+from foredraft.drafters.picking import DraftVocabulary, Picked, pick
+from foredraft.drafters.recursive import Draft, fitted
 from foredraft.errors import UserError
 from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.config import ModelConfig
@@ -53,20 +56,66 @@ class DFlashWeights:
     norm: Tensor
     draft_vocab: Tensor | None = None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "DFlashWeights":
-        """The same weights with ``function`` applied to every tensor that is trained."""
-        return replace(
-            self,
-            fc=function(self.fc),
-            context_norm=function(self.context_norm),
-            layers=tuple(layer.map(function) for layer in self.layers),
-            norm=function(self.norm),
-        )
-
 
 def context_features(fc: Matrix, norm: Tensor, taps: Tensor, eps: float, ops: Operations) -> Tensor:
     """c = RMSNorm(fc(taps)): ``taps [T, m * K]`` to [T, K]."""
     return ops.rms_norm(ops.linear(taps, fc, None), norm, eps)
+
+
+class Backbone:
+    """What block drafters share: a cache of context keys and values in the target's slots, and the pass over a block.
+
+    embeddings: of the block's tokens, as ``ops.embedding`` reads them.
+    """
+
+    def __init__(
+        self, config: DFlashConfig, weights: DFlashWeights, target: DecoderModel, ops: Operations, embeddings: Matrix
+    ) -> None:
+        check_target(config, target.config)
+        self._config = config
+        self._ops = ops
+        self._embeddings = embeddings
+        self._device = target.device
+        visibility = [Visibility(window is not None and config.causal_windows, window) for window in config.windows]
+        self._decoder = build_decoder(weights.layers, config.layers, ops, target.dtype, FORM, visibility)
+        self._fc = ops.pack(weights.fc, FORM)
+        self._context_norm, self._norm = weights.context_norm, weights.norm
+        self._cache = self._decoder.new_cache()
+
+    def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
+        """KV injection: context keys and values of the committed rows, all layers in one product."""
+        assert taps is not None
+        committed = batch.first_rows(accepted)
+        if committed.rows is not None:
+            taps = taps.index_select(0, committed.rows)
+        context = context_features(self._fc, self._context_norm, taps, self._config.layers.rms_norm_eps, self._ops)
+        self._decoder.inject(context, committed.batch, self._cache)
+        for slot, end in zip(batch.slots, committed.batch.ends, strict=True):
+            self._cache.commit(slot, end)
+
+    def hidden(self, requests: Sequence[DraftRequest], masks: int, predicting: int) -> Tensor:
+        """One pass over [anchor, MASK x masks] of every sequence: the normed hidden states of the last ``predicting``
+        rows of each, [R * predicting, K]."""
+        for request in requests:
+            if self._cache.length(request.slot) != request.position:
+                raise RuntimeError(
+                    f"slot {request.slot}: the drafter has seen {self._cache.length(request.slot)} positions, "
+                    f"the anchor stands at {request.position}"
+                )
+        batch = flat_batch(
+            [[request.anchor] + [self._config.mask_token_id] * masks for request in requests],
+            [request.position for request in requests],
+            [request.slot for request in requests],
+            [predicting] * len(requests),
+            self._device,
+        )
+        hidden = self._ops.embedding(batch.token_ids, self._embeddings)
+        hidden, _ = self._decoder.forward(hidden, batch, self._cache, ())
+        wanted = hidden if len(batch.logit_rows) == len(hidden) else hidden.index_select(0, batch.logit_rows)
+        return self._ops.rms_norm(wanted, self._norm, self._config.layers.rms_norm_eps)
+
+    def release(self, slot: int) -> None:
+        self._cache.release(slot)
 
 
 class DFlashDrafter:
@@ -81,65 +130,51 @@ class DFlashDrafter:
         weights: DFlashWeights,
         target: DecoderModel,
         ops: Operations | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        check_target(config, target.config)
-        self.config = config
         self.taps = config.target_layer_ids
         self.max_tokens = config.block_size - 1
         self.default_tokens = min(config.default_tokens, self.max_tokens)
+        self.calibration = calibration
         self._ops = ops = ops or target.ops
-        weights = weights.map(lambda tensor: tensor.to(device=target.device, dtype=target.dtype))
-        visibility = [Visibility(window is not None and config.causal_windows, window) for window in config.windows]
-        self._decoder = build_decoder(weights.layers, config.layers, ops, target.dtype, FORM, visibility)
-        self._fc = ops.pack(weights.fc, FORM)
-        self._context_norm, self._norm = weights.context_norm, weights.norm
-        self._embeddings = target.embeddings
-        self._device = target.device
-        vocab = weights.draft_vocab
-        self._draft_vocab = None if vocab is None else vocab.to(target.device)
-        reduced = self._draft_vocab is not None
-        self._head = ops.pack(target.head_rows(self._draft_vocab), FORM) if reduced else target.head
-        self._cache = self._decoder.new_cache()
+        weights = fitted(weights, target)
+        self._backbone = Backbone(config, weights, target, ops, target.embeddings)
+        self._vocab = DraftVocabulary(weights.draft_vocab, target.config.vocab_size)
+        self._head = draft_head(None, weights.draft_vocab, target, ops)
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
-        """KV injection: context keys and values of the committed rows, all layers in one product."""
-        assert taps is not None
-        committed = batch.first_rows(accepted)
-        if committed.rows is not None:
-            taps = taps.index_select(0, committed.rows)
-        context = context_features(self._fc, self._context_norm, taps, self.config.layers.rms_norm_eps, self._ops)
-        self._decoder.inject(context, committed.batch, self._cache)
-        for slot, end in zip(batch.slots, committed.batch.ends, strict=True):
-            self._cache.commit(slot, end)
+        self._backbone.observe(batch, taps, accepted)
 
-    def propose(self, requests: Sequence[DraftRequest], max_tokens: int) -> list[Proposal]:
-        """One pass over [anchor, MASK x max_tokens] of every sequence; each mask row's best token."""
-        for request in requests:
-            if self._cache.length(request.slot) != request.position:
-                raise RuntimeError(
-                    f"slot {request.slot}: the drafter has seen {self._cache.length(request.slot)} positions, "
-                    f"the anchor stands at {request.position}"
-                )
+    def propose(self, requests: Sequence[DraftRequest], max_tokens: int, stop: Stop | None = None) -> list[Proposal]:
+        """One pass over [anchor, MASK x max_tokens] of every sequence; each mask row gives a token."""
         count = min(max_tokens, self.max_tokens)
-        masks = [self.config.mask_token_id] * count
-        batch = flat_batch(
-            [[request.anchor, *masks] for request in requests],
-            [request.position for request in requests],
-            [request.slot for request in requests],
-            [count] * len(requests),
-            self._device,
-        )
-        hidden = self._ops.embedding(batch.token_ids, self._embeddings)
-        hidden, _ = self._decoder.forward(hidden, batch, self._cache, ())
-        masked = hidden.index_select(0, batch.logit_rows)
-        normed = self._ops.rms_norm(masked, self._norm, self.config.layers.rms_norm_eps)
-        best = self._ops.argmax(self._ops.linear(normed, self._head, None))
-        if self._draft_vocab is not None:
-            best = self._draft_vocab.index_select(0, best)
-        return [Proposal(tuple(row)) for row in best.view(len(requests), count).tolist()]
+        normed = self._backbone.hidden(requests, masks=count, predicting=count)
+        rows = [(request, k) for request in requests for k in range(1, count + 1)]
+        picked = pick(self._ops.linear(normed, self._head, None), rows, self._vocab, self._ops)
+        drafts = [Draft() for _ in requests]
+        for row, (_, k) in enumerate(rows):
+            add_token(drafts[row // count], picked, row, k, picked.confidences[row], self.calibration)
+        return [draft.proposal() for draft in drafts]
 
     def release(self, slot: int) -> None:
-        self._cache.release(slot)
+        self._backbone.release(slot)
+
+
+def draft_head(own: Tensor | None, ids: Tensor | None, target: DecoderModel, ops: Operations) -> Matrix:
+    """The head [Vd, K] of a drafter: its own, or the target's rows ``ids [Vd]``, all of them for None."""
+    if own is None and ids is None:
+        return target.head
+    return ops.pack(target.head_rows(ids) if own is None else own, FORM)
+
+
+def add_token(
+    draft: Draft, picked: Picked, row: int, k: int, confidence: float, calibration: Calibration | None
+) -> None:
+    """Append the token of ``row`` as the k-th of ``draft``. confidence: raw."""
+    draft.token_ids.append(picked.token_ids[row])
+    draft.confidences.append(calibration.apply(k, confidence) if calibration else confidence)
+    if picked.log_probs is not None:
+        draft.log_probs.append(picked.log_probs[row])
 
 
 def check_target(config: DFlashConfig, target: ModelConfig) -> None:

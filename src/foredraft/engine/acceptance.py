@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
-from foredraft.engine.noise import Stream, gumbel, uniform
-from foredraft.engine.sampler import History, gumbel_argmax, log_softmax, process_logits, sample_rows
+from foredraft.engine.sampler import History, process_logits, sample_rows
+from foredraft.ops.noise import Stream, gumbel, gumbel_argmax, log_softmax, uniform
 from foredraft.sampling_params import SamplingParams
 
 

@@ -1,9 +1,374 @@
-"""How many proposed tokens a sequence sends to verification."""
+"""How many tokens are drafted, and how many of them are sent to verification.
 
-from foredraft.engine.sequence import Sequence
+Symbols as in DSpark (arXiv 2607.05147): R sequences, survival a_(r,j) of draft token j of sequence r, that is the
+probability that tokens 1 to j are all kept; a pass of B = R + admitted tokens commits tau = R + sum of the admitted
+survivals in expectation.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from foredraft.drafters.base import Proposal, Stop
+from foredraft.engine.costs import Costs
+from foredraft.engine.scheduler import Work
+from foredraft.engine.sequence import Sequence as Running
 
 
-def draft_room(sequence: Sequence, num_speculative_tokens: int) -> int:
+def draft_room(sequence: Running, num_speculative_tokens: int) -> int:
     """The most draft tokens that can be of use: a round commits one more than it keeps, and the output, which
     ``max_tokens`` and the context length bound, has room for ``sequence.room`` tokens."""
     return max(0, min(num_speculative_tokens, sequence.room - 1))
+
+
+def admissions(survivals: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
+    """(a, j, r) of every draft token j = 1, 2, ... of every sequence r, in the order of admission: descending in a,
+    no token before the ones it follows."""
+    found = []
+    for r, own in enumerate(survivals):
+        least = 1.0
+        for j, value in enumerate(own, start=1):
+            least = min(least, value)
+            found.append((least, j, r))
+    found.sort(key=lambda entry: (-entry[0], entry[1]))
+    return found
+
+
+def choose(survivals: Sequence[Sequence[float]], cost: Callable[[int], float], look_ahead: bool = False) -> list[int]:
+    """How many draft tokens of each sequence go to verification (hardware-aware prefix scheduling).
+
+    survivals: of each of the R sequences, those of its draft tokens. cost: from the number of rows of a pass, at
+    least R, to seconds. Tokens are admitted in descending order of survival while tau per second grows. The first
+    decrease ends it, so that whether a token is verified depends on no token after it, which the rule ``rejection``
+    needs to keep the distribution. look_ahead: go through all tokens and take the best place to end, which finds the
+    optimum for any cost; without it that is certain for convex costs only.
+    """
+    lengths = [0] * len(survivals)
+    tau, rows = float(len(survivals)), len(survivals)
+    if not rows:
+        return lengths
+    best = tau / cost(rows)
+    order = admissions(survivals)
+    admitted = 0
+    for count, (survival, _, _) in enumerate(order, start=1):
+        tau += survival
+        rate = tau / cost(rows + count)
+        if rate > best:
+            best, admitted = rate, count
+        elif not look_ahead:
+            break
+    for _, j, r in order[:admitted]:
+        lengths[r] = j
+    return lengths
+
+
+class Budget(Protocol):
+    """Decides for the engine, round by round."""
+
+    stop: Stop | None
+    """For the drafter, in the round that ``plan`` was asked about last."""
+
+    def plan(self, work: Sequence[Work]) -> dict[int, int]:
+        """Which items of ``work`` draft, by index, and how many tokens at most (at least 1)."""
+
+    def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
+        """What goes to verification of each proposal."""
+
+    def record(self, sequence: Running, kept: int) -> None:
+        """How many tokens of a decoding sequence's trimmed proposal were kept."""
+
+    def forget(self, sequence: Running) -> None:
+        """A sequence left."""
+
+
+class FixedBudget:
+    """N tokens, as far as there is room for them."""
+
+    stop: Stop | None = None
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self._tokens = num_speculative_tokens
+
+    def plan(self, work: Sequence[Work]) -> dict[int, int]:
+        return _rooms(work, self._tokens)
+
+    def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
+        return list(proposals)
+
+    def record(self, sequence: Running, kept: int) -> None:
+        pass
+
+    def forget(self, sequence: Running) -> None:
+        pass
+
+
+@dataclass
+class Offset:
+    """A correction on the logit of confidences, learned from what became of them.
+
+    Online logistic regression in Laplace's approximation: a normal belief whose prior has mean 0, so that little
+    evidence moves it little. Its variance never falls below ``least``, so that it follows a text that changes.
+    """
+
+    variance: float
+    least: float
+    mean: float = 0.0
+
+
+def learn(offsets: Sequence[Offset], p: float, kept: bool) -> None:
+    """Update ``offsets``, whose sum led to probability ``p``, by one outcome."""
+    information = p * (1 - p)
+    spread = 1 + information * sum(offset.variance for offset in offsets)
+    for offset in offsets:
+        offset.mean += offset.variance * (kept - p) / spread
+        offset.variance = max(offset.least, offset.variance * (1 - offset.variance * information / spread))
+
+
+@dataclass
+class Expectation:
+    """Mean survival of each position over rounds, of late ones above all; empty before the first."""
+
+    survivals: list[float]
+    least_pace: float
+    rounds: int = 0
+
+    def update(self, seen: Sequence[float]) -> None:
+        """Move towards the survivals of a round, which knows of all positions."""
+        self.rounds += 1
+        pace = max(self.least_pace, 1 / (self.rounds + 3))
+        self.survivals = [max(1e-9, old + pace * (new - old)) for old, new in zip(self.survivals, seen, strict=True)]
+
+
+@dataclass
+class Belief:
+    """What the budget expects of one sequence.
+
+    offset: on top of those of all sequences. expected: mean survivals. drafted: the round in which it drafted last. p,
+    sent: of the round in progress, the corrected confidences of what was drafted, and how many tokens went to
+    verification.
+    """
+
+    offset: Offset
+    expected: Expectation
+    drafted: int
+    p: list[float] = field(default_factory=list)
+    sent: int = 0
+
+
+FIRST_GUESS = 0.7
+"""Of how often a token is kept, until there is evidence."""
+TRUSTED, SHRINKAGE, FORGETTING = 20, 3, 0.99
+"""Rounds of a sequence that count at most, those that the average of all counts for, and what is left of its own
+after a round in which it does not draft."""
+PATIENCE = 16
+"""The fewest rounds between two tries to draft where that does not seem to pay."""
+TRYING = 0.015
+"""The share of the time that such tries may take."""
+
+
+class AutoBudget:
+    """Drafts and verifies what is expected to pay, by measured costs and by what became of earlier tokens.
+
+    Before drafting, mean survivals say who drafts, and how far; in a drafter that goes token by token, ``stop`` ends
+    sequences whose next token would not pay; ``choose`` decides what is verified. Of the sequences whose drafts do not
+    seem to pay, which decode plainly, one tries again now and then.
+
+    max_tokens: the most draft tokens of a round. look_ahead: see ``choose``; right unless the rule is ``rejection``.
+    """
+
+    def __init__(self, costs: Costs, max_tokens: int, look_ahead: bool) -> None:
+        self.stop: Stop | None = None
+        self._costs = costs
+        self._max_tokens = max_tokens
+        self._look_ahead = look_ahead
+        self._shared = Offset(1.0, 0.005)
+        self._positions = [Offset(0.3, 0.005) for _ in range(max_tokens)]
+        self._expected = Expectation([FIRST_GUESS**k for k in range(1, max_tokens + 1)], 0.02)
+        self._deepest = 0
+        self._beliefs: dict[Running, Belief] = {}
+        self._round = self._last_try = 0
+        self._trying: Running | None = None
+        self._spent = 0.0
+
+    def plan(self, work: Sequence[Work]) -> dict[int, int]:
+        self._round += 1
+        self._trying = self.stop = None
+        rooms = _rooms(work, self._max_tokens)
+        decoding = [index for index, item in enumerate(work) if item.sequence.decoding]
+        others = sum(item.count for item in work) - len(decoding)
+        beliefs = {index: self._belief(work[index].sequence) for index in decoding}
+        for belief in beliefs.values():
+            belief.p, belief.sent = [], 0
+        able = {index: self._survivals(beliefs[index])[:room] for index, room in rooms.items()}
+        lengths, rate = self._best_lengths(able, len(decoding), others)
+        longest = self._worth_drafting([able[index] for index in lengths], max(lengths.values(), default=0), rate)
+        planned = {index: min(rooms[index], longest) for index in lengths}
+        tried = self._try(rooms, beliefs, planned, others)
+        if tried is not None:
+            self._trying, self._last_try = work[tried].sequence, self._round
+            planned[tried] = min(rooms[tried], self._depth_of_try(longest))
+        for index in planned:
+            beliefs[index].drafted = self._round
+        if planned:
+            # As a round like this usually does: what a deeper draft costs on top is no reason to verify more.
+            self._spent = self._costs.draft(len(planned), max(lengths.values(), default=1))
+            drafting = [beliefs[index] for index in planned]
+            rows = others + len(decoding), max(1, sum(lengths.values()))
+            self.stop = self._stop(drafting, list(planned.values()), rows, rate)
+        return planned
+
+    def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
+        decoding = [index for index, item in enumerate(work) if item.sequence.decoding]
+        survivals = []
+        for index in decoding:
+            belief = self._beliefs[work[index].sequence]
+            belief.p = self._corrected(belief, proposals[index])
+            survivals.append(_products(belief.p))
+            if belief.p:
+                self._expect(belief, survivals[-1])
+        others = sum(item.count for item in work) - len(decoding)
+        verify = self._costs.verify
+        lengths = choose(survivals, lambda rows: self._spent + verify(others + rows), self._look_ahead)
+        trimmed = list(proposals)
+        for index, length in zip(decoding, lengths, strict=True):
+            sequence = work[index].sequence
+            belief = self._beliefs[sequence]
+            belief.sent = max(length, min(1, len(belief.p))) if sequence is self._trying else length
+            trimmed[index] = proposals[index].first(belief.sent)
+        return trimmed
+
+    def record(self, sequence: Running, kept: int) -> None:
+        belief = self._beliefs[sequence]
+        for k in range(min(belief.sent, kept + 1)):
+            learn((self._shared, self._positions[k], belief.offset), belief.p[k], k < kept)
+
+    def forget(self, sequence: Running) -> None:
+        self._beliefs.pop(sequence, None)
+
+    def _belief(self, sequence: Running) -> Belief:
+        if sequence not in self._beliefs:
+            self._beliefs[sequence] = Belief(Offset(0.5, 0.02), Expectation([], 0.1), self._round)
+        return self._beliefs[sequence]
+
+    def _survivals(self, belief: Belief) -> list[float]:
+        """Mean survivals of a sequence: its own, and the fewer or older they are, the more those of all."""
+        weight = min(belief.expected.rounds, TRUSTED) * FORGETTING ** (self._round - belief.drafted)
+        if not weight:
+            return self._expected.survivals
+        share = weight / (weight + SHRINKAGE)
+        pairs = zip(belief.expected.survivals, self._expected.survivals, strict=True)
+        return [share * own + (1 - share) * average for own, average in pairs]
+
+    def _corrected(self, belief: Belief, proposal: Proposal) -> list[float]:
+        """P(kept | the ones before kept) of each token; without confidences, by what became of earlier ones alone."""
+        raw = proposal.confidences or (FIRST_GUESS,) * len(proposal.token_ids)
+        return [self._correct(belief, k, confidence) for k, confidence in enumerate(raw)]
+
+    def _correct(self, belief: Belief, k: int, confidence: float) -> float:
+        held = min(max(confidence, 0.001), 0.999)
+        logit = math.log(held / (1 - held)) + self._shared.mean + self._positions[k].mean + belief.offset.mean
+        return 1 / (1 + math.exp(-logit))
+
+    def _expect(self, belief: Belief, survivals: list[float]) -> None:
+        """Take in the survivals of a round. Beyond what was drafted, they go on to fall as they do on average, or,
+        where nobody has drafted yet, as they did up to there."""
+        self._deepest = max(self._deepest, len(survivals))
+        average = self._expected.survivals
+        for k in range(len(survivals), self._max_tokens):
+            falls = average[k] / average[k - 1] if k < self._deepest else survivals[-1] ** (1 / len(survivals))
+            survivals = [*survivals, survivals[-1] * min(1.0, falls)]
+        if not belief.expected.rounds:
+            belief.expected.survivals = list(self._expected.survivals)
+        belief.expected.update(survivals)
+        self._expected.update(survivals)
+
+    def _best_lengths(
+        self, able: Mapping[int, Sequence[float]], decoding: int, others: int
+    ) -> tuple[dict[int, int], float]:
+        """Draft lengths with the most tokens a second by mean survivals, drafting included, and those tokens a second;
+        only of sequences that draft, so none where plain decoding has more."""
+        if not decoding:
+            return {}, 0.0
+        verify, draft = self._costs.verify, self._costs.draft
+        tau = float(decoding)
+        best = tau / verify(others + decoding)
+        indices = list(able)
+        order = admissions(list(able.values()))
+        admitted = sequences = longest = 0
+        for count, (survival, j, _) in enumerate(order, start=1):
+            tau += survival
+            sequences += j == 1
+            longest = max(longest, j)
+            rate = tau / (draft(sequences, longest) + verify(others + decoding + count))
+            if rate > best:
+                best, admitted = rate, count
+        return {indices[r]: j for _, j, r in order[:admitted]}, best
+
+    def _worth_drafting(self, expected: Sequence[Sequence[float]], longest: int, rate: float) -> int:
+        """How far to draft: further than is verified on average, as long as a token that a good round would verify is
+        likely enough for what it costs to draft."""
+        price = rate * self._costs.draft.step(max(1, len(expected)))
+        while longest < self._max_tokens and sum(own[longest] for own in expected if len(own) > longest) > 2 * price:
+            longest += 1
+        return longest
+
+    def _try(
+        self, rooms: Mapping[int, int], beliefs: Mapping[int, Belief], planned: Mapping[int, int], others: int
+    ) -> int | None:
+        """The sequence that tries to draft although it does not seem to pay: the one that did not for longest, once
+        enough rounds have passed for what it costs."""
+        idle = [index for index in rooms if index not in planned]
+        if not idle:
+            return None
+        draft, plain = self._costs.draft, self._costs.verify(others + len(beliefs))
+        already = draft(len(planned), max(planned.values())) if planned else 0.0
+        depth = self._depth_of_try(max(planned.values(), default=0))
+        price = draft(len(planned) + 1, depth) - already + self._costs.verify(others + len(beliefs) + 1) - plain
+        if self._round - self._last_try < max(PATIENCE, price / (TRYING * plain)):
+            return None
+        return min(idle, key=lambda index: beliefs[index].drafted)
+
+    def _depth_of_try(self, longest: int) -> int:
+        """As many tokens as cost at most half as much again as the first."""
+        draft = self._costs.draft
+        affordable = self._max_tokens if not draft.token else int(1.5 + 0.5 * draft.fixed / draft.token)
+        return max(longest, min(self._max_tokens, affordable))
+
+    def _stop(self, beliefs: Sequence[Belief], limits: Sequence[int], rows: tuple[int, int], rate: float) -> Stop:
+        """rows: of the coming pass without draft tokens, and how many draft tokens it is expected to have."""
+        survivals = [1.0] * len(limits)
+        going = len(limits)
+        plain, drafted = rows
+        slope = (self._costs.verify(plain + drafted) - self._costs.verify(plain)) / drafted
+        means = [self._survivals(belief) for belief in beliefs]
+
+        def stop(request: int, confidence: float, k: int) -> bool:
+            nonlocal going
+            survivals[request] *= self._correct(beliefs[request], k - 1, confidence)
+            if k < limits[request]:
+                next_one = survivals[request] * means[request][k] / means[request][k - 1]
+                # A step costs what it costs: the fewer still draft, the more each of them has to bring.
+                if next_one >= rate * (self._costs.draft.step(going) / going + slope):
+                    return False
+            going -= 1
+            return True
+
+        return stop
+
+
+def _rooms(work: Sequence[Work], num_speculative_tokens: int) -> dict[int, int]:
+    rooms = {
+        index: draft_room(item.sequence, num_speculative_tokens)
+        for index, item in enumerate(work)
+        if item.sequence.decoding
+    }
+    return {index: room for index, room in rooms.items() if room}
+
+
+def _products(p: Sequence[float]) -> list[float]:
+    products, product = [], 1.0
+    for value in p:
+        product *= value
+        products.append(product)
+    return products

@@ -6,14 +6,17 @@ from collections.abc import Sequence as Ids
 import torch
 from torch import Tensor
 
-from foredraft.config import AcceptanceRule, EngineConfig
-from foredraft.drafters.base import Drafter, DraftRequest, Proposal
+from foredraft.config import AcceptanceRule, EngineConfig, NumSpeculativeTokens
+from foredraft.drafters.base import Drafter, DraftRequest, DraftSampling, Proposal, ReadsTargetCache
+from foredraft.drafters.calibration import Round
 from foredraft.engine import acceptance
 from foredraft.engine.acceptance import Verdict
-from foredraft.engine.budget import draft_room
+from foredraft.engine.budget import AutoBudget, Budget, FixedBudget
+from foredraft.engine.costs import Costs, measure
 from foredraft.engine.sampler import greedy_rows, is_plain_greedy, sample_rows, token_logprobs
 from foredraft.engine.scheduler import Scheduler, Work
 from foredraft.engine.sequence import Sequence
+from foredraft.engine.timings import Timings
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
 from foredraft.models.decoder import DecoderModel
@@ -26,8 +29,11 @@ NOTHING = Proposal(())
 class Engine:
     """Runs sequences on a target, with a drafter or without.
 
-    num_speculative_tokens: N. acceptance_rule: see ``SpeculativeConfig``. eos_token_ids: tokens that end a
-    sequence; the tokenizer, when there is one, turns output into text.
+    num_speculative_tokens: N, or auto, which measures costs first unless ``costs`` gives them. acceptance_rule: see
+    ``SpeculativeConfig``. eos_token_ids: tokens that end a sequence; the tokenizer, when there is one, turns output
+    into text.
+
+    timings: where the time went. rounds: None; a list that somebody puts there gets one entry for each proposal.
     """
 
     def __init__(
@@ -38,13 +44,14 @@ class Engine:
         eos_token_ids: Ids[int] = (),
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
-        num_speculative_tokens: int = 0,
+        num_speculative_tokens: NumSpeculativeTokens = 0,
         acceptance_rule: AcceptanceRule = "exact",
+        costs: Costs | None = None,
     ) -> None:
         own_limit = target.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > own_limit:
             raise UserError(f"max_model_len is {config.max_model_len}, but the model's limit is {own_limit}")
-        if drafter is not None and num_speculative_tokens > drafter.max_tokens:
+        if drafter is not None and num_speculative_tokens != "auto" and num_speculative_tokens > drafter.max_tokens:
             raise UserError(
                 f"num_speculative_tokens is {num_speculative_tokens}, "
                 f"but this drafter proposes 1 to {drafter.max_tokens} tokens"
@@ -58,9 +65,26 @@ class Engine:
         self._tokenizer = tokenizer
         self._drafter = drafter
         self._taps = drafter.taps if drafter else ()
-        self._num_speculative_tokens = num_speculative_tokens
         self._rule = acceptance_rule
         self._added = 0
+        self.timings = Timings()
+        self.rounds: list[Round] | None = None
+        if isinstance(drafter, ReadsTargetCache):
+            drafter.attach(self._cache)
+        self._budget = self._make_budget(num_speculative_tokens, costs)
+
+    def _make_budget(self, num_speculative_tokens: NumSpeculativeTokens, costs: Costs | None) -> Budget:
+        if self._drafter is None:
+            return FixedBudget(0)
+        if num_speculative_tokens != "auto":
+            return FixedBudget(num_speculative_tokens)
+        most = self._drafter.max_tokens
+        if costs is None:
+            with torch.inference_mode():
+                costs = measure(
+                    self._target, self._cache, self._drafter, self.max_model_len, self._config.max_num_seqs, most
+                )
+        return AutoBudget(costs, most, look_ahead=self._rule == "exact")
 
     @property
     def has_work(self) -> bool:
@@ -106,47 +130,46 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass of the target. Returns the sequences that got new tokens."""
         work = self._scheduler.schedule()
-        proposals = self._propose(work)
-        batch = flat_batch(
-            [item.tokens + list(draft.token_ids) for item, draft in zip(work, proposals, strict=True)],
-            [item.sequence.computed for item in work],
-            [item.sequence.slot for item in work],
-            _logit_counts(work, proposals),
-            self._target.device,
-        )
-        output = self._target.forward(batch, self._cache, self._taps)
-        verdicts = self._judge(work, proposals, output.logits)
+        with self.timings.measure("draft"):
+            proposals = self._propose(work)
+        with self.timings.measure("verify"):
+            batch = flat_batch(
+                [item.tokens + list(draft.token_ids) for item, draft in zip(work, proposals, strict=True)],
+                [item.sequence.computed for item in work],
+                [item.sequence.slot for item in work],
+                _logit_counts(work, proposals),
+                self._target.device,
+            )
+            output = self._target.forward(batch, self._cache, self._taps)
+            verdicts = self._judge(work, proposals, output.logits)
         kept = [
             self._commit(item, draft, verdict) for item, draft, verdict in zip(work, proposals, verdicts, strict=True)
         ]
         if self._drafter and any(kept):
-            self._drafter.observe(batch, output.taps, kept)
+            with self.timings.measure("observe"):
+                self._drafter.observe(batch, output.taps, kept)
         for item in work:
             if item.sequence.finished:
                 self._retire(item.sequence)
         return [item.sequence for item, verdict in zip(work, verdicts, strict=True) if verdict]
 
     def _propose(self, work: Ids[Work]) -> list[Proposal]:
-        """A proposal for each item, empty for those that do not decode or have no room, trimmed to its room."""
+        """What each item sends to verification, nothing where it does not decode."""
         proposals = [NOTHING] * len(work)
-        if self._drafter is None:
+        planned = self._budget.plan(work)
+        if not planned or self._drafter is None:
             return proposals
-        rooms = [
-            draft_room(item.sequence, self._num_speculative_tokens) if item.sequence.decoding else 0 for item in work
-        ]
-        drafting = [index for index, room in enumerate(rooms) if room]
-        if not drafting:
-            return proposals
-        requests = [
-            DraftRequest(sequence.slot, sequence.tokens[-1], sequence.computed)
-            for sequence in (work[index].sequence for index in drafting)
-        ]
-        proposed = self._drafter.propose(requests, max(rooms))
-        for index, proposal in zip(drafting, proposed, strict=True):
-            room = rooms[index]
-            log_probs = None if proposal.log_probs is None else proposal.log_probs[:room]
-            proposals[index] = Proposal(proposal.token_ids[:room], log_probs)
-        return proposals
+        requests = [self._request(work[index].sequence) for index in planned]
+        proposed = self._drafter.propose(requests, max(planned.values()), self._budget.stop)
+        for (index, limit), proposal in zip(planned.items(), proposed, strict=True):
+            proposals[index] = proposal.first(limit)
+        return self._budget.trim(work, proposals)
+
+    def _request(self, sequence: Sequence) -> DraftRequest:
+        sampling = None
+        if not sequence.params.greedy:
+            sampling = DraftSampling(sequence.params.temperature, sequence.seed, self._rule == "rejection")
+        return DraftRequest(sequence.slot, sequence.tokens[-1], sequence.computed, sampling)
 
     def _judge(self, work: Ids[Work], proposals: Ids[Proposal], logits: Tensor) -> list[Verdict | None]:
         """What the target makes of each proposal; None where no token is due yet."""
@@ -195,6 +218,7 @@ class Engine:
             accepted = min(verdict.accepted, committed)
             if drafted:
                 sequence.acceptance.record(len(draft.token_ids), accepted, committed)
+                self._learn(sequence, draft, verdict.accepted)
             if sequence.finished:
                 return 0
             kept += accepted
@@ -202,8 +226,14 @@ class Engine:
         self._cache.commit(sequence.slot, sequence.computed)
         return kept
 
+    def _learn(self, sequence: Sequence, draft: Proposal, accepted: int) -> None:
+        self._budget.record(sequence, accepted)
+        if self.rounds is not None and draft.confidences:
+            self.rounds.append(Round(draft.confidences, accepted))
+
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
+        self._budget.forget(sequence)
         if sequence.slot >= 0:
             self._cache.release(sequence.slot)
             if self._drafter:

@@ -5,25 +5,17 @@ logits came from. The native library takes over the two searches through the voc
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.engine.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel
 from foredraft.ops import native
+from foredraft.ops.noise import Row, Stream, draw, log_softmax, require_finite
 from foredraft.sampling_params import SamplingParams
-
-Row: TypeAlias = NDArray[np.floating[Any]]
-
-# In `gumbel_argmax`: more candidates than this are worth a first look at those this close to the top.
-_MANY = 1024
-_FIRST_LOOK = 8.0
 
 
 @dataclass(slots=True)
@@ -89,7 +81,7 @@ def greedy_rows(logits: Tensor) -> list[int]:
     rows = _array(logits)
     fast = rows.dtype == np.float32 and native.unavailable() is None
     tokens = native.argmax(torch.from_numpy(rows)).numpy() if fast else rows.argmax(-1)
-    _require_finite(rows[np.arange(len(rows)), tokens])
+    require_finite(rows[np.arange(len(rows)), tokens])
     chosen: list[int] = tokens.tolist()
     return chosen
 
@@ -153,31 +145,6 @@ def sample_rows(
     return tokens
 
 
-def gumbel_argmax(scores: Row, noise: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> int:
-    """argmax(scores + noise), of equals the lowest id: with Gumbel noise a draw from softmax(scores).
-
-    scores: [V], -inf where filtered. noise: from token ids to their noise, within [GUMBEL_MIN, GUMBEL_MAX];
-    asked only about tokens that the bounds leave a chance, which does not change the result.
-    Raises `RuntimeError` if the scores have no finite maximum.
-    """
-    top = float(scores.max())
-    _require_finite(top)
-    candidates = np.flatnonzero(scores >= _least_winning_score(top + GUMBEL_MIN))
-    if candidates.size > _MANY:
-        leaders = np.flatnonzero(scores >= top - _FIRST_LOOK)
-        best = float((scores[leaders] + noise(leaders)).max())
-        candidates = np.flatnonzero(scores >= _least_winning_score(best))
-    return int(candidates[(scores[candidates] + noise(candidates)).argmax()])
-
-
-def log_softmax(scores: Row) -> NDArray[np.float64]:
-    """Normalised log-probabilities [V] of scores [V] in float64, in an order of summation set by V."""
-    shifted = scores.astype(np.float64)
-    shifted -= shifted.max()
-    shifted -= math.log(np.exp(shifted).sum())
-    return shifted
-
-
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Log-probabilities of the chosen and of the `top` most likely tokens (-1: all), as vLLM reports them.
 
@@ -186,7 +153,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Toke
     reports = []
     for row, token in zip(logits, tokens, strict=False):
         scores = _array(row)
-        _require_finite(scores.max())
+        require_finite(scores.max())
         logprobs = log_softmax(scores)
         ids = _highest(scores, len(scores) if top < 0 else min(top, len(scores)))
         reports.append(
@@ -206,24 +173,10 @@ def _array(logits: Tensor, *, copy: bool = False) -> Row:
     return array
 
 
-def _require_finite(maximum: float | Row) -> None:
-    if not np.isfinite(maximum).all():
-        raise RuntimeError("no token can be sampled: the highest logit is NaN or infinite, or every token is excluded")
-
-
 def _sample(scores: Row, params: SamplingParams, position: int, seed: int) -> int:
     if params.greedy:
         return int(scores.argmax())
-    if scores.dtype == np.float32 and native.unavailable() is None:
-        winner = native.gumbel_argmax(scores, seed, position, Stream.TARGET)
-        _require_finite(0.0 if winner >= 0 else math.nan)
-        return winner
-    return gumbel_argmax(scores, partial(gumbel, seed, position, stream=Stream.TARGET))
-
-
-def _least_winning_score(noisy_score: float) -> float:
-    """The score below which no noise reaches `noisy_score`; the last term covers rounding, float32's too."""
-    return noisy_score - GUMBEL_MAX - 1e-6 * (abs(noisy_score) + GUMBEL_MAX)
+    return draw(scores, seed, position, Stream.TARGET)
 
 
 def _processed(
@@ -234,12 +187,12 @@ def _processed(
     stop_ids: Collection[int],
 ) -> Row:
     row = _array(logits, copy=True)
-    _require_finite(row.max())
+    require_finite(row.max())
     if params.logit_bias:
         row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), dtype=row.dtype)
     if history.num_output_tokens + len(draft_prefix) < params.min_tokens:
         row[[token_id for token_id in stop_ids if token_id < len(row)]] = -np.inf
-        _require_finite(row.max())
+        require_finite(row.max())
     _penalise(row, params, history, draft_prefix)
     if not params.greedy:
         row /= params.temperature

@@ -1,8 +1,8 @@
 """A stack of decoder layers in some implementation's operations, and the target built on it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from foredraft.models.layers import (
     load_layer,
     load_matrix,
     load_tensor,
+    reading_layer_forward,
 )
-from foredraft.models.native import NativeDecoder
+from foredraft.models.native import NativeDecoder, check_attention_input, check_committed
 from foredraft.models.rope import RotaryTable, inverse_frequencies
 from foredraft.ops import NATIVE, REFERENCE, Format, Matrix, Operations, Weight, native
-from foredraft.ops.plan import Visibility
+from foredraft.ops.plan import Visibility, plan_attention
 from foredraft.quantization.mxfp4 import MXFP4Tensor
 
 
@@ -33,10 +34,14 @@ class Decoder(Protocol):
 
     def new_cache(self) -> Cache: ...
 
-    def forward(self, hidden: Tensor, batch: Batch, cache: Cache, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, batch: Batch, cache: Cache, taps: Sequence[int], attention_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """All layers over the rows ``hidden [T, K]``: their output, and of the layers ``taps`` (0-based) the outputs
         side by side, [T, len(taps) * K].
 
+        attention_input: [T, W], from which the first layer computes queries, keys and values in place of
+        RMSNorm(hidden); that layer's qkv has W columns.
         Writes keys and values beyond the committed length of each slot. May overwrite ``hidden``.
         """
 
@@ -51,12 +56,23 @@ def build_decoder(
     dtype: torch.dtype,
     form: Format = "bf16",
     visibility: Sequence[Visibility] | None = None,
+    kv_layers: Sequence[int] | None = None,
 ) -> Decoder:
-    """The decoder of ``ops``. form: of its matrices. visibility: of each layer; causal without a window by default."""
+    """The decoder of ``ops``. form: of its matrices. visibility: of each layer; causal without a window by default.
+
+    kv_layers: for layers without keys and values of their own (qkv holds the query rows alone): layer i reads those of
+    layer kv_layers[i] in the cache that ``forward`` gets, another decoder's with the same key/value heads. All
+    positions that the rows see, their own included, must be committed there; nothing is written.
+    """
     seen = tuple(visibility or [Visibility()] * config.num_layers)
+    read = None if kv_layers is None else tuple(kv_layers)
     if ops is NATIVE:
-        return NativeDecoder(layers, config, form, seen)
-    return TorchDecoder(layers, config, ops, dtype, form, seen)
+        return NativeDecoder(layers, config, form, seen, read)
+    return TorchDecoder(layers, config, ops, dtype, form, seen, read)
+
+
+RunLayer: TypeAlias = Callable[[int, Tensor, Tensor | None], Tensor]
+"""A layer by its index, over hidden [T, K] and perhaps an attention input [T, W]."""
 
 
 class TorchDecoder:
@@ -70,39 +86,83 @@ class TorchDecoder:
         dtype: torch.dtype,
         form: Format,
         visibility: tuple[Visibility, ...],
+        kv_layers: tuple[int, ...] | None = None,
     ) -> None:
         self._config = config
         self._ops = ops
         self._dtype = dtype
         self._visibility = visibility
+        self._kv_layers = kv_layers
 
         def pack(weight: Weight) -> Matrix:
             # What is MXFP4 already is not rounded again.
             return ops.pack(dense(weight, dtype), "bf16" if isinstance(weight, MXFP4Tensor) else form)
 
         self.layers = [layer.map_matrices(pack) for layer in layers]
+        if kv_layers is not None and len(kv_layers) != len(self.layers):
+            raise ValueError("kv_layers must name a layer for each layer")
         self.device = self.layers[0].input_norm.device
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
         self.rotary = RotaryTable(frequencies, factor, dtype, self.device)
         self._context_kv: Tensor | None = None
 
     def new_cache(self) -> KVCache:
+        assert self._kv_layers is None
         return KVCache(self._config, self._dtype, self.device)
 
-    def forward(self, hidden: Tensor, batch: Batch, cache: Cache, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, batch: Batch, cache: Cache, taps: Sequence[int], attention_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(cache, KVCache)
-        steps = {seen: cache.prepare(batch, seen) for seen in set(self._visibility)}
-        angles = self.rotary(batch.positions, max(batch.ends))
+        check_attention_input(attention_input, len(hidden), self.layers[0].qkv.shape[1], self._config.hidden_size)
+        run = self._own_layers(batch, cache) if self._kv_layers is None else self._reading_layers(batch, cache)
         tapped = {}
-        for index, layer in enumerate(self.layers):
-            step = steps[self._visibility[index]]
-            hidden = layer_forward(index, layer, hidden, angles, cache, step, self._config, self._ops)
+        for index in range(len(self.layers)):
+            hidden = run(index, hidden, attention_input if index == 0 else None)
             if index in taps:
                 tapped[index] = hidden
         return hidden, torch.cat([tapped[index] for index in taps], dim=-1) if taps else None
 
+    def _own_layers(self, batch: Batch, cache: KVCache) -> "RunLayer":
+        steps = {seen: cache.prepare(batch, seen) for seen in set(self._visibility)}
+        angles = self.rotary(batch.positions, max(batch.ends))
+
+        def run(index: int, hidden: Tensor, attention_input: Tensor | None) -> Tensor:
+            layer, step = self.layers[index], steps[self._visibility[index]]
+            return layer_forward(index, layer, hidden, angles, cache, step, self._config, self._ops, attention_input)
+
+        return run
+
+    def _reading_layers(self, batch: Batch, cache: KVCache) -> "RunLayer":
+        config, kv_layers = self._config, self._kv_layers
+        assert kv_layers is not None
+        check_committed(batch, cache)
+        layers, *_, kv_heads, head_dim = cache.keys.shape
+        if not all(0 <= layer < layers for layer in kv_layers):
+            raise ValueError(f"the cache has layers 0 to {layers - 1}, kv_layers is {kv_layers}")
+        if (kv_heads, head_dim) != (config.num_kv_heads, config.head_dim):
+            raise ValueError(
+                f"the cache has {kv_heads} key/value heads of {head_dim}, the layers {config.num_kv_heads} of "
+                f"{config.head_dim}"
+            )
+        share = config.num_heads // kv_heads
+        plans = {
+            seen: plan_attention(
+                batch.starts, batch.counts, batch.slots, share=share, visibility=seen, device=self.device
+            )
+            for seen in set(self._visibility)
+        }
+        angles = self.rotary(batch.positions, max(batch.ends))
+
+        def run(index: int, hidden: Tensor, attention_input: Tensor | None) -> Tensor:
+            layer, plan = self.layers[index], plans[self._visibility[index]]
+            read = kv_layers[index]
+            return reading_layer_forward(read, layer, hidden, angles, cache, plan, config, self._ops, attention_input)
+
+        return run
+
     def inject(self, context: Tensor, batch: Batch, cache: Cache) -> None:
-        assert isinstance(cache, KVCache)
+        assert isinstance(cache, KVCache) and self._kv_layers is None
         if self._context_kv is None:
             # The key and value rows of all layers, so that injection is one product.
             rows = [key_value_rows(layer.map_matrices(self._ops.unpack), self._config) for layer in self.layers]

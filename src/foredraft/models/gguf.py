@@ -13,7 +13,7 @@ from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, RopeConfig
 from foredraft.models.layers import Weights
 
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -121,7 +121,7 @@ def _gguf_name(name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
     _, _, index, rest = name.split(".", 3)
-    return f"blk.{index}.{_LAYER_NAMES[rest]}"
+    return f"blk.{index}.{LAYER_NAMES[rest]}"
 
 
 def _halves_paired(weight: Tensor, head_dim: int) -> Tensor:

@@ -11,6 +11,7 @@ from foredraft.errors import UserError
 from foredraft.models.cache import CacheStep, KVCache
 from foredraft.models.config import ModelConfig
 from foredraft.ops import Operations, Weight
+from foredraft.ops.plan import AttentionPlan
 from foredraft.ops.reference import attention
 from foredraft.quantization.mxfp4 import MXFP4Tensor
 
@@ -127,11 +128,30 @@ def layer_forward(
     step: CacheStep,
     config: ModelConfig,
     ops: Operations,
+    attention_input: Tensor | None = None,
 ) -> Tensor:
-    """One decoder layer over the rows ``hidden [T, K]`` of a batch, through ``cache``."""
-    queries, keys, values = project(layer, hidden, angles, config, ops)
+    """One decoder layer over the rows ``hidden [T, K]`` of a batch, through ``cache``. For ``attention_input`` see
+    ``project``."""
+    queries, keys, values = project(layer, hidden, angles, config, ops, attention_input)
     cache.write(index, step.rows, keys, values)
     mixed = attention(queries, cache.keys[index], cache.values[index], step.attention)
+    return finish_layer(layer, hidden, mixed, config, ops)
+
+
+def reading_layer_forward(
+    kv_layer: int,
+    layer: DecoderLayer[Tensor],
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    cache: KVCache,
+    plan: AttentionPlan,
+    config: ModelConfig,
+    ops: Operations,
+    attention_input: Tensor | None = None,
+) -> Tensor:
+    """The same for a layer without keys and values of its own: it reads those of layer ``kv_layer`` in ``cache``."""
+    queries = project_queries(layer, hidden, angles, config, ops, attention_input)
+    mixed = attention(queries, cache.keys[kv_layer], cache.values[kv_layer], plan)
     return finish_layer(layer, hidden, mixed, config, ops)
 
 
@@ -141,11 +161,14 @@ def project(
     angles: tuple[Tensor, Tensor],
     config: ModelConfig,
     ops: Operations,
+    attention_input: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, H, D], keys and values [T, G, D] of a layer's input, normed and rotated."""
+    """Queries [T, H, D], keys and values [T, G, D] of a layer's input, normed and rotated.
+
+    attention_input: [T, W], what they are computed from in place of RMSNorm(hidden); qkv then has W columns.
+    """
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-    qkv = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
+    qkv = _qkv(layer, hidden, config, ops, attention_input)
     values = qkv[:, heads + kv_heads :]
     if layer.q_norm is None or layer.k_norm is None:
         rotated = ops.rope(qkv[:, : heads + kv_heads], *angles)
@@ -153,6 +176,30 @@ def project(
     queries = ops.rms_norm(qkv[:, :heads], layer.q_norm, config.rms_norm_eps)
     keys = ops.rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.rms_norm_eps)
     return ops.rope(queries, *angles), ops.rope(keys, *angles), values
+
+
+def project_queries(
+    layer: DecoderLayer[Tensor],
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    config: ModelConfig,
+    ops: Operations,
+    attention_input: Tensor | None = None,
+) -> Tensor:
+    """``project`` for a layer whose qkv holds the query rows alone: [T, H, D]."""
+    queries = _qkv(layer, hidden, config, ops, attention_input)
+    if layer.q_norm is not None:
+        queries = ops.rms_norm(queries, layer.q_norm, config.rms_norm_eps)
+    return ops.rope(queries, *angles)
+
+
+def _qkv(
+    layer: DecoderLayer[Tensor], hidden: Tensor, config: ModelConfig, ops: Operations, attention_input: Tensor | None
+) -> Tensor:
+    """The heads of a layer's stacked product, [T, heads, D]."""
+    if attention_input is None:
+        attention_input = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+    return ops.linear(attention_input, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
 
 
 def finish_layer(

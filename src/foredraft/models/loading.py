@@ -156,7 +156,7 @@ def folder_weights(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Wei
     Names are those of the unquantised model, such as ``model.layers.0.mlp.up_proj.weight``, in every layout.
     """
     layout = _layout(folder)
-    stored = _stored_tensors(folder, device)
+    stored = stored_tensors(folder, device)
 
     def read(name: str) -> Tensor | MXFP4Tensor:
         if layout is not None:
@@ -181,12 +181,17 @@ def folder_weights(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Wei
     return read
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files, as they are stored."""
+    return set(stored_tensors(folder, "cpu"))
+
+
 def _layout(folder: Path) -> Layout | None:
     path = folder / "config.json"
     return read_layout(read_json(path), str(path)) if path.exists() else None
 
 
-def _stored_tensors(folder: Path, device: str) -> dict[str, Any]:
+def stored_tensors(folder: Path, device: str) -> dict[str, Any]:
     """The opened file that holds each tensor, by the tensor's name."""
     index = folder / "model.safetensors.index.json"
     if index.exists():

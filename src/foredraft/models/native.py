@@ -30,8 +30,10 @@ class NativeDecoder:
         config: ModelConfig,
         form: Format,
         visibility: tuple[Visibility, ...],
+        kv_layers: tuple[int, ...] | None = None,
     ) -> None:
         self._config = config
+        self._kv_layers = kv_layers
         self._windows = [seen.window or 0 for seen in visibility]
         self._causal = [seen.causal for seen in visibility]
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
@@ -45,6 +47,7 @@ class NativeDecoder:
             layers=[_packed(layer, form) for layer in layers],
             frequencies=frequencies.tolist(),
             factor=factor,
+            kv_layers=list(kv_layers or ()),
         )
 
     @property
@@ -54,13 +57,20 @@ class NativeDecoder:
         return size
 
     def new_cache(self) -> PagedCache:
+        assert self._kv_layers is None
         config = self._config
         return PagedCache(config.num_layers, config.num_kv_heads, config.head_dim)
 
-    def forward(self, hidden: Tensor, batch: Batch, cache: Cache, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, batch: Batch, cache: Cache, taps: Sequence[int], attention_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(cache, PagedCache)
         hidden = native.floats(hidden)
         self._check(hidden, batch)
+        check_attention_input(attention_input, len(hidden), self._decoder.attention_width, self._config.hidden_size)
+        attention_input = None if attention_input is None else native.floats(attention_input)
+        if self._kv_layers is not None:
+            check_committed(batch, cache)
         if any(not 0 <= tap < self._config.num_layers for tap in taps):
             raise IndexError(f"taps {tuple(taps)} must lie in 0..{self._config.num_layers - 1}")
         tapped = torch.empty(len(hidden), len(taps) * self._config.hidden_size)
@@ -72,11 +82,12 @@ class NativeDecoder:
             tapped.data_ptr(),
             self._windows,
             self._causal,
+            0 if attention_input is None else attention_input.data_ptr(),
         )
         return hidden, tapped if taps else None
 
     def inject(self, context: Tensor, batch: Batch, cache: Cache) -> None:
-        assert isinstance(cache, PagedCache)
+        assert isinstance(cache, PagedCache) and self._kv_layers is None
         context = native.floats(context)
         self._check(context, batch)
         self._decoder.inject(context.data_ptr(), *_rows(batch, cache), cache.pool)
@@ -85,6 +96,22 @@ class NativeDecoder:
         expected = (sum(batch.counts), self._config.hidden_size)
         if tuple(hidden.shape) != expected:
             raise ValueError(f"the rows are {tuple(hidden.shape)}, the batch says {expected}")
+
+
+def check_attention_input(attention_input: Tensor | None, rows: int, width: int, hidden_size: int) -> None:
+    """Raise ValueError unless the first layer, whose qkv has ``width`` columns, gets its ``rows`` rows."""
+    if attention_input is None:
+        if width != hidden_size:
+            raise ValueError(f"the first layer needs an attention_input of {width} columns")
+    elif tuple(attention_input.shape) != (rows, width):
+        raise ValueError(f"attention_input is {tuple(attention_input.shape)}, expected {(rows, width)}")
+
+
+def check_committed(batch: Batch, cache: Cache) -> None:
+    """Raise ValueError unless all positions of the batch are committed, for layers that only read them."""
+    for slot, end in zip(batch.slots, batch.ends, strict=True):
+        if end > cache.length(slot):
+            raise ValueError(f"slot {slot}: rows up to position {end - 1}, but {cache.length(slot)} are committed")
 
 
 def _rows(batch: Batch, cache: PagedCache) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

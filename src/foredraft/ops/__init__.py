@@ -42,10 +42,11 @@ class Operations:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     argmax: Callable[[Tensor], Tensor]
+    best: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def _table(name: str, module: Any) -> Operations:
-    functions = ("embedding", "linear", "pack", "unpack", "rms_norm", "rope", "silu_mul", "argmax")
+    functions = ("embedding", "linear", "pack", "unpack", "rms_norm", "rope", "silu_mul", "argmax", "best")
     return Operations(name, **{function: getattr(module, function) for function in functions})
 
 

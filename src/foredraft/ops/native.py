@@ -141,11 +141,35 @@ def argmax(x: Tensor) -> Tensor:
     return out
 
 
-def gumbel_argmax(scores: NDArray[np.float32], seed: int, position: int, stream: int) -> int:
-    """The winner of ``scores [V]`` plus the Gumbel noise of ``engine/noise.py``; -1 where the highest score is NaN or
-    infinite."""
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    logits = floats(logits)
+    ids, log_probs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    library().best(logits.data_ptr(), *logits.shape, ids.data_ptr(), log_probs.data_ptr())
+    return ids, log_probs
+
+
+def gumbel_argmax(
+    scores: NDArray[np.float32],
+    seed: int,
+    position: int,
+    stream: int,
+    ids: NDArray[np.int64] | NDArray[np.int32] | None = None,
+) -> int:
+    """The index of the winner of ``scores [V]`` plus the Gumbel noise of ``noise.py``; -1 where the highest
+    score is NaN or infinite.
+
+    ids: ascending, the tokens [V] of the scores of a reduced vocabulary, whose noise they get; by default 0, 1, ...
+    """
+    tokens = None if ids is None else np.ascontiguousarray(ids, dtype=np.int64)
+    if tokens is not None and len(tokens) != len(scores):
+        raise ValueError(f"there are {len(scores)} scores, {len(tokens)} ids")
     winner: int = library().gumbel_argmax(
-        scores.ctypes.data, len(scores), seed & 0xFFFFFFFFFFFFFFFF, position, int(stream)
+        scores.ctypes.data,
+        len(scores),
+        seed & 0xFFFFFFFFFFFFFFFF,
+        position,
+        int(stream),
+        0 if tokens is None else tokens.ctypes.data,
     )
     return winner
 

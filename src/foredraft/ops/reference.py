@@ -69,6 +69,17 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(dim=-1)
 
 
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``argmax`` of ``logits [R, V]``, [R] int64, and its log probability under softmax, [R] float32.
+
+    The latter is NaN where a row has a NaN, where its highest logit is infinite, or where all are -inf.
+    """
+    ids = argmax(logits)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    above = wide - wide.gather(-1, ids.unsqueeze(-1))
+    return ids, -above.exp().sum(-1).log().float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, reduced in float32 (float64 stays float64)."""
     wide = x if x.dtype == torch.float64 else x.float()

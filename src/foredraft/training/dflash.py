@@ -5,7 +5,7 @@ positions 0..p-1 and the block [anchor, MASK, ...]; block row k is to predict th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,20 @@ from torch import Tensor
 
 from foredraft.drafters.checkpoints import save_dflash
 from foredraft.drafters.dflash import DFlashConfig, DFlashWeights, context_features
+from foredraft.drafters.weights import map_tensors, named_tensors
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
 from foredraft.models.config import ModelConfig
-from foredraft.models.decoder import DecoderModel, TorchDecoder
+from foredraft.models.decoder import DecoderModel
 from foredraft.models.layers import DecoderLayer, context_keys_values, finish_layer, key_value_rows, project
-from foredraft.models.rope import RotaryTable, inverse_frequencies
+from foredraft.models.rope import RotaryTable
 from foredraft.ops import REFERENCE
+from foredraft.training.blocks import draft_ids, draw_blocks
 from foredraft.training.data import Example
-from foredraft.training.losses import (
-    BEYOND_TEXT,
-    OUTSIDE_VOCABULARY,
-    BlockScores,
-    position_weights,
-    score_blocks,
-)
+from foredraft.training.losses import BlockScores, position_weights, score_blocks
+from foredraft.training.recipe import Recipe, rotary_table, soft_labels, target_layers, trainable
 
 BLOCKS_AT_ONCE = 24
-EVALUATION_BLOCK = 8
 
 
 def training_mask(context: int, anchors: Tensor, block: int, window: int | None) -> Tensor:
@@ -89,14 +85,14 @@ def training_forward(
     embeddings: Tensor,
     taps: Sequence[Tensor],
     anchors: Sequence[Tensor],
-    anchor_tokens: Sequence[Tensor],
+    anchor_tokens: Tensor,
     block: int,
     rotary: RotaryTable,
 ) -> Tensor:
-    """Hidden states of the mask rows of many blocks of several texts, as ``DFlashDrafter`` computes them.
+    """Hidden states of the rows of many blocks of several texts, as ``DFlashDrafter`` computes them.
 
-    taps: per text [T_i, m * K]. anchors, anchor_tokens: per text [A_i] positions and token ids. block: rows a
-    block, anchor included. Returns [sum A_i, block - 1, K], normed.
+    taps: per text [T_i, m * K]. anchors: per text [A_i] positions; anchor_tokens: [sum A_i] ids. block: rows a
+    block, anchor included. Returns [sum A_i, block, K], normed.
     """
     shape, ops = config.layers, REFERENCE
     lengths = [len(part) for part in taps]
@@ -107,7 +103,7 @@ def training_forward(
     steps = torch.arange(block, device=device)
     block_angles = rotary(torch.cat([(part.unsqueeze(1) + steps).flatten() for part in anchors]), end)
     tokens = torch.full((sum(map(len, anchors)), block), config.mask_token_id, device=device)
-    tokens[:, 0] = torch.cat(list(anchor_tokens))
+    tokens[:, 0] = anchor_tokens
     hidden = ops.embedding(tokens.flatten(), embeddings)
     counts = [len(part) * block for part in anchors]
     for index, layer in enumerate(weights.layers):
@@ -125,136 +121,69 @@ def training_forward(
             )
         ]
         hidden = finish_layer(layer, hidden, torch.cat(mixed), shape, ops)
-    predicted = hidden.view(-1, block, shape.hidden_size)[:, 1:]
-    return ops.rms_norm(predicted, weights.norm, shape.rms_norm_eps)
-
-
-@dataclass(frozen=True)
-class DFlashRecipe:
-    """What is chosen before training.
-
-    layers: drafter depth D. block_size: the largest block, anchor included. block_sizes: blocks trained, drawn
-    per step, so that a short block drafts as well as a long one. taps: target layers. gamma: decay of the loss
-    weight exp(-(k - 1) / gamma) over block positions k. distillation: share of the target's distribution in
-    the label, the rest being the token it wrote. anchors: blocks per answer and step.
-    """
-
-    layers: int
-    block_sizes: tuple[int, ...]
-    taps: tuple[int, ...]
-    mask_token_id: int
-    gamma: float
-    distillation: float
-    anchors: int
+    return ops.rms_norm(hidden.view(-1, block, shape.hidden_size), weights.norm, shape.rms_norm_eps)
 
 
 class DFlashObjective:
     """The trainable side of DFlash, as the trainer sees a method."""
 
-    def __init__(
-        self, target: DecoderModel, config: DFlashConfig, weights: DFlashWeights, recipe: DFlashRecipe
-    ) -> None:
+    def __init__(self, target: DecoderModel, config: DFlashConfig, weights: DFlashWeights, recipe: Recipe) -> None:
         if config.causal_windows:
             raise UserError("a drafter whose sliding-window layers are causal cannot be trained further here")
-        self._last = target.config.num_layers - 1
-        self.taps = (*config.target_layer_ids, self._last) if recipe.distillation else config.target_layer_ids
-        self.evaluation_block = min(EVALUATION_BLOCK, config.block_size)
-        self._final_norm = target.final_norm
+        last = target.config.num_layers - 1
+        self.taps = (*config.target_layer_ids, last) if recipe.mixture.needs_target else config.target_layer_ids
+        self.evaluation_drafts = min(recipe.evaluation_drafts, config.block_size - 1)
+        self._target = target
         self._config = config
         self._recipe = recipe
-        self._weights = weights.map(
-            lambda tensor: tensor.detach().to(target.device, torch.float32, copy=True).requires_grad_()
-        )
-        self._compute_dtype = target.dtype
-        vocab = weights.draft_vocab
-        self._embeddings = target.embeddings
-        self._head = target.head_rows(vocab)
-        self._draft_ids = torch.full((target.config.vocab_size,), OUTSIDE_VOCABULARY)
-        self._draft_ids[torch.arange(target.config.vocab_size) if vocab is None else vocab] = torch.arange(
-            len(self._head)
-        )
-        frequencies, factor = inverse_frequencies(config.layers.rope, config.layers.head_dim)
-        self._rotary = RotaryTable(frequencies, factor, target.dtype, target.device)
+        self._weights = trainable(weights, target.device)
+        self._head = target.head_rows(weights.draft_vocab)
+        self._draft_ids = draft_ids(target.config.vocab_size, weights.draft_vocab)
+        self._rotary = rotary_table(config.layers, target)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Everything trained, float32, by name."""
-        found = {
-            "fc": self._weights.fc,
-            "context_norm": self._weights.context_norm,
-            "norm": self._weights.norm,
-        }
-        for index, layer in enumerate(self._weights.layers):
-            for field in fields(layer):
-                tensor = getattr(layer, field.name)
-                if tensor is not None:
-                    found[f"layers.{index}.{field.name}"] = tensor
-        return found
+        return dict(named_tensors(self._weights))
 
     def score(
         self,
         examples: Sequence[Example],
         features: Sequence[Tensor],
         generator: torch.Generator,
-        block: int | None = None,
+        drafts: int | None = None,
     ) -> BlockScores:
-        """Draft at random anchors of ``examples`` and compare with what the target wrote.
-
-        features: per example [T, m * K]. block: rows per block; drawn from the recipe's sizes when None.
-        """
-        sizes = self._recipe.block_sizes
-        if block is None:
-            block = sizes[int(torch.randint(len(sizes), (), generator=generator))]
-        device = self._embeddings.device
-        width = len(self._config.target_layer_ids) * self._config.layers.hidden_size
-        anchors, anchor_tokens, labels, soft_rows = [], [], [], []
-        offset = 0
-        for example in examples:
-            tokens = torch.tensor(example.tokens)
-            first, last = len(example.prompt), len(tokens) - 2
-            count = min(self._recipe.anchors, last - first + 1)
-            chosen = first + torch.randperm(last - first + 1, generator=generator)[:count]
-            chosen, _ = chosen.sort()
-            padded = torch.cat((self._draft_ids[tokens], torch.full((block,), BEYOND_TEXT)))
-            ahead = chosen.unsqueeze(1) + torch.arange(1, block)
-            anchors.append(chosen.to(device))
-            anchor_tokens.append(tokens[chosen].to(device))
-            labels.append(padded[ahead])
-            soft_rows.append(offset + (ahead - 1).clamp(max=len(tokens) - 1))
-            offset += len(tokens)
+        drafts = drafts or self._recipe.draw_drafts(generator)
+        target, width = self._target, len(self._config.target_layer_ids) * self._config.layers.hidden_size
+        blocks = draw_blocks(examples, self._draft_ids, self._recipe.anchors, drafts, generator, target.device)
         hidden = training_forward(
             self._config,
-            self._weights.map(lambda tensor: tensor.to(self._compute_dtype)),
-            self._embeddings,
+            map_tensors(self._weights, lambda tensor: tensor.to(target.dtype)),
+            target.embeddings,
             [part[:, :width] for part in features],
-            anchors,
-            anchor_tokens,
-            block,
+            blocks.anchors,
+            blocks.inputs[:, 0],
+            drafts + 1,
             self._rotary,
         )
+        mixture = self._recipe.mixture
+        last = [part[:, width:] for part in features]
         return score_blocks(
-            hidden,
+            hidden[:, 1:],
             self._head,
-            torch.cat(labels).to(device),
-            position_weights(block - 1, self._recipe.gamma).to(device),
-            self._soft_labels([part[:, width:] for part in features]) if self._recipe.distillation else None,
-            torch.cat(soft_rows).to(device),
-            self._recipe.distillation,
+            blocks.labels,
+            position_weights(drafts, self._recipe.gamma).to(target.device),
+            mixture,
+            soft_labels(target, self._head, last) if mixture.needs_target else None,
+            blocks.rows,
         )
-
-    @torch.no_grad()
-    def _soft_labels(self, last: Sequence[Tensor]) -> Tensor:
-        """The target's distribution over the draft vocabulary after every position, [sum T_i, Vd] bfloat16."""
-        normed = REFERENCE.rms_norm(torch.cat(list(last)), self._final_norm, self._config.layers.rms_norm_eps)
-        return torch.softmax(REFERENCE.linear(normed, self._head, None), dim=-1)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write the drafter in bfloat16."""
-        save_dflash(folder, self._config, self._weights.map(lambda tensor: tensor.bfloat16()), extra)
+        save_dflash(folder, self._config, map_tensors(self._weights, lambda tensor: tensor.bfloat16()), extra)
 
 
-def initial_drafter(
+def initial_dflash(
     target: DecoderModel,
-    recipe: DFlashRecipe,
+    recipe: Recipe,
     draft_vocab: Sequence[int] | None,
     sample: Sequence[int],
 ) -> tuple[DFlashConfig, DFlashWeights]:
@@ -267,9 +196,7 @@ def initial_drafter(
     """
     base = target.config
     shape = replace(base, architecture="dflash", num_layers=recipe.layers, qk_norm=True, tie_word_embeddings=False)
-    if not isinstance(target.decoder, TorchDecoder):
-        raise UserError("training needs a target on PyTorch; load it with kernels 'pytorch'")
-    sources = [layer.map_matrices(target.ops.unpack) for layer in target.decoder.layers[-recipe.layers :]]
+    sources = target_layers(target)[-recipe.layers :]
     before = [base.num_layers - recipe.layers - 1 + index for index in range(recipe.layers)]
     with torch.inference_mode():
         batch = flat_batch([sample], [0], [0], [1], target.device)
@@ -284,7 +211,7 @@ def initial_drafter(
     fusion[:, -hidden:] = torch.eye(hidden)
     config = DFlashConfig(
         layers=shape,
-        block_size=max(recipe.block_sizes),
+        block_size=max(recipe.drafts) + 1,
         target_layer_ids=recipe.taps,
         num_target_layers=base.num_layers,
         mask_token_id=recipe.mask_token_id,

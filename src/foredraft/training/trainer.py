@@ -14,32 +14,37 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.errors import UserError
-from foredraft.models.batch import flat_batch
-from foredraft.models.decoder import DecoderModel
 from foredraft.training.data import Example
+from foredraft.training.features import FeatureSource
 from foredraft.training.losses import BlockScores, acceptance_length
 
 
 class Objective(Protocol):
     """What the trainer needs of a method: which taps it reads, what is trained, and how a draft scores.
 
-    evaluation_block: the block size at which held-out texts are scored, always the same.
+    evaluation_drafts: the number of draft tokens at which held-out texts are scored, always the same.
     """
 
     taps: tuple[int, ...]
-    evaluation_block: int
+    evaluation_drafts: int
 
-    def parameters(self) -> dict[str, Tensor]: ...
+    def parameters(self) -> dict[str, Tensor]:
+        """Everything trained, float32, by name."""
 
     def score(
         self,
         examples: Sequence[Example],
         features: Sequence[Tensor],
         generator: torch.Generator,
-        block: int | None = None,
-    ) -> BlockScores: ...
+        drafts: int | None = None,
+    ) -> BlockScores:
+        """Draft at random anchors of ``examples`` and compare with what the target wrote.
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None: ...
+        features: per example [T, m * K]. drafts: tokens drafted at an anchor; drawn from the recipe's when None.
+        """
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write the drafter."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class TrainConfig:
 
     answers_per_step: texts per optimizer step (per process). The learning rate rises over ``warmup`` steps,
     stays, and falls linearly to zero over the last ``decay`` share of ``steps``. feature_cache_bytes: memory
-    for target features of texts seen before.
+    for target features of texts seen before, where they are not on disk.
     """
 
     steps: int
@@ -61,12 +66,11 @@ class TrainConfig:
     seed: int = 0
     evaluate_every: int = 500
     checkpoint_every: int = 500
-    feature_cache_bytes: int = 4 << 30
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Averages since the last report. accuracy: per block position k = 1, 2, ... among labels that exist."""
+    """Averages since the last report. accuracy: per draft position k = 1, 2, ... among labels that exist."""
 
     step: int
     loss: float
@@ -84,30 +88,6 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
     return max(0.0, min(1.0, rising, falling))
 
 
-class FeatureSource:
-    """Taps of the frozen target for whole texts, remembered as long as memory allows."""
-
-    def __init__(self, target: DecoderModel, taps: tuple[int, ...], cache_bytes: int) -> None:
-        self._target = target
-        self._taps = taps
-        self._left = cache_bytes
-        self._known: dict[tuple[int, ...], Tensor] = {}
-
-    def __call__(self, example: Example) -> Tensor:
-        """[T, m * K]. A text always runs alone, so that its features do not depend on what ran before."""
-        known = self._known.get(example.tokens)
-        if known is not None:
-            return known.to(self._target.device)
-        batch = flat_batch([example.tokens], [0], [0], [1], self._target.device)
-        with torch.no_grad():
-            taps = self._target.forward(batch, self._target.new_cache(), self._taps).taps
-        assert taps is not None
-        if taps.nbytes <= self._left:
-            self._left -= taps.nbytes
-            self._known[example.tokens] = taps.cpu()
-        return taps
-
-
 class Trainer:
     """Trains ``objective`` on ``train`` in ``folder``; continues from the checkpoint there if there is one.
 
@@ -119,7 +99,7 @@ class Trainer:
 
     def __init__(
         self,
-        target: DecoderModel,
+        features: FeatureSource,
         objective: Objective,
         train: Sequence[Example],
         held_out: Sequence[Example],
@@ -133,7 +113,7 @@ class Trainer:
         self._config = config
         self._folder = folder
         self._fingerprint = json.loads(json.dumps({**asdict(config), **fingerprint}))
-        self._features = FeatureSource(target, objective.taps, config.feature_cache_bytes)
+        self._features = features
         self._parameters = objective.parameters()
         matrices = [tensor for tensor in self._parameters.values() if tensor.ndim > 1]
         vectors = [tensor for tensor in self._parameters.values() if tensor.ndim == 1]
@@ -236,7 +216,7 @@ class Trainer:
                 generator = torch.Generator().manual_seed(number)
                 scores.append(
                     self._objective.score(
-                        [example], [self._features(example)], generator, self._objective.evaluation_block
+                        [example], [self._features(example)], generator, self._objective.evaluation_drafts
                     )
                 )
             if scores:

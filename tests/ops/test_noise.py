@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from foredraft.engine.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel, philox4x32, uniform
+from foredraft.ops.noise import GUMBEL_MAX, GUMBEL_MIN, Stream, gumbel, philox4x32, uniform
 
 # Random123, tests/kat_vectors, the lines "philox4x32 10": counter, key, expected words.
 KNOWN_ANSWERS = [

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but (seed, position, token id, stream).
+"""Random numbers that depend on nothing but (seed, position, token id, stream), and draws by them.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) has no state: it turns a
 128-bit counter and a 64-bit key into four 32-bit words. With the token's place in the counter, a token's draw
@@ -6,11 +6,17 @@ is the same whatever else is computed beside it, which is what makes sampling wi
 sampling without.
 """
 
+import math
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from foredraft.ops import native
+
+Row: TypeAlias = NDArray[np.floating[Any]]
 
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -19,6 +25,9 @@ _WEYL = np.arange(10, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], 
 # Arrays of this many tokens stay in the caches and below the size at which malloc asks the kernel for fresh
 # pages, whose page faults would cost more than the arithmetic.
 _SLICE = 8192
+# In `gumbel_argmax`: more candidates than this are worth a first look at those this close to the top.
+_MANY = 1024
+_FIRST_LOOK = 8.0
 
 
 class Stream(IntEnum):
@@ -99,3 +108,55 @@ def _gumbel_of(u: NDArray[np.float64]) -> NDArray[np.float64]:
 
 GUMBEL_MIN: Final = float(_gumbel_of(np.array([2.0**-33]))[0])
 GUMBEL_MAX: Final = float(_gumbel_of(np.array([1 - 2.0**-33]))[0])
+
+
+def draw(scores: Row, seed: int, position: int, stream: Stream, token_ids: NDArray[np.int64] | None = None) -> int:
+    """A draw from softmax(scores) as `gumbel_argmax` makes it by `gumbel`: an index into ``scores [n]``.
+
+    token_ids: [n], whose noise the scores get; 0 to n - 1 by default. Raises `RuntimeError` if the scores have no
+    finite maximum.
+    """
+    if scores.dtype == np.float32 and token_ids is None and native.unavailable() is None:
+        winner = native.gumbel_argmax(scores, seed, position, stream)
+        require_finite(0.0 if winner >= 0 else math.nan)
+        return winner
+
+    def noise(rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return gumbel(seed, position, rows if token_ids is None else token_ids[rows], stream)
+
+    return gumbel_argmax(scores, noise)
+
+
+def gumbel_argmax(scores: Row, noise: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> int:
+    """argmax(scores + noise), of equals the lowest id: with Gumbel noise a draw from softmax(scores).
+
+    scores: [V], -inf where filtered. noise: from token ids to their noise, within [GUMBEL_MIN, GUMBEL_MAX];
+    asked only about tokens that the bounds leave a chance, which does not change the result.
+    Raises `RuntimeError` if the scores have no finite maximum.
+    """
+    top = float(scores.max())
+    require_finite(top)
+    candidates = np.flatnonzero(scores >= _least_winning_score(top + GUMBEL_MIN))
+    if candidates.size > _MANY:
+        leaders = np.flatnonzero(scores >= top - _FIRST_LOOK)
+        best = float((scores[leaders] + noise(leaders)).max())
+        candidates = np.flatnonzero(scores >= _least_winning_score(best))
+    return int(candidates[(scores[candidates] + noise(candidates)).argmax()])
+
+
+def log_softmax(scores: Row) -> NDArray[np.float64]:
+    """Normalised log-probabilities [V] of scores [V] in float64, in an order of summation set by V."""
+    shifted = scores.astype(np.float64)
+    shifted -= shifted.max()
+    shifted -= math.log(np.exp(shifted).sum())
+    return shifted
+
+
+def require_finite(maximum: float | Row) -> None:
+    if not np.isfinite(maximum).all():
+        raise RuntimeError("no token can be sampled: the highest logit is NaN or infinite, or every token is excluded")
+
+
+def _least_winning_score(noisy_score: float) -> float:
+    """The score below which no noise reaches `noisy_score`; the last term covers rounding, float32's too."""
+    return noisy_score - GUMBEL_MAX - 1e-6 * (abs(noisy_score) + GUMBEL_MAX)

@@ -1,0 +1,164 @@
+"""What passes of the target and drafting cost on this machine, measured before the first request."""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.models.batch import flat_batch
+from foredraft.models.cache import Cache
+from foredraft.models.decoder import DecoderModel
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CONTEXT = 32
+"""Positions before the rows that are measured, in each slot."""
+SLOTS = 8
+"""The most sequences that are measured together."""
+REPEATS = 5
+SECONDS = 1.0
+"""Measuring ends after about this long; what is not measured by then is extrapolated."""
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a pass with some number of rows: linear between those measured, never falling.
+
+    rows: ascending. seconds: never falling. Beyond the last it goes on as between the last two.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def through(cls, measured: Mapping[int, float]) -> "CostCurve":
+        """The curve through measured points; a pass costs at least what a smaller one does."""
+        rows = sorted(measured)
+        return cls(tuple(rows), tuple(accumulate((measured[count] for count in rows), max)))
+
+    def __call__(self, rows: int) -> float:
+        if len(self.rows) == 1:
+            return self.seconds[0]
+        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (x, after), (y, value) = self.rows[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return max(self.seconds[0], y + (value - y) * (rows - x) / (after - x))
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Seconds of drafting: a fixed part and a part for each token, both with a share for each further sequence."""
+
+    fixed: float
+    token: float
+    fixed_more: float = 0.0
+    token_more: float = 0.0
+
+    def __call__(self, sequences: int, tokens: int) -> float:
+        return self.fixed + (sequences - 1) * self.fixed_more + tokens * self.step(sequences)
+
+    def step(self, sequences: int) -> float:
+        """Seconds of one more token for each sequence."""
+        return self.token + (sequences - 1) * self.token_more
+
+    @classmethod
+    def through(cls, measured: Callable[[int, int], float], sequences: int, tokens: int) -> "DraftCost":
+        """From the corners of 1 to ``sequences`` sequences and 1 to ``tokens`` tokens."""
+        fixed, token = _line(measured(1, 1), measured(1, tokens) if tokens > 1 else None, tokens)
+        if sequences == 1:
+            return cls(fixed, token)
+        fixed_many, token_many = _line(
+            measured(sequences, 1), measured(sequences, tokens) if tokens > 1 else None, tokens
+        )
+        more = sequences - 1
+        return cls(fixed, token, max(0.0, fixed_many - fixed) / more, max(0.0, token_many - token) / more)
+
+
+@dataclass(frozen=True)
+class Costs:
+    verify: CostCurve
+    draft: DraftCost
+
+
+def measure(
+    target: DecoderModel, cache: Cache, drafter: Drafter, max_len: int, max_num_seqs: int, max_tokens: int
+) -> Costs:
+    """Run target and drafter on made-up tokens in the first slots of their caches, which are left empty.
+
+    max_tokens: the most draft tokens of a round.
+    """
+    began = perf_counter()
+    slots = min(SLOTS, max_num_seqs)
+    context = max(1, min(CONTEXT, max_len - max_tokens - 2))
+    tokens = [index % target.config.vocab_size for index in range(context)]
+    batch = flat_batch([tokens] * slots, [0] * slots, range(slots), [1] * slots, target.device)
+    taps = target.forward(batch, cache, drafter.taps).taps
+    for slot in range(slots):
+        cache.commit(slot, context)
+    drafter.observe(batch, taps, [context] * slots)
+
+    def verify(rows: int) -> float:
+        sequences = min(slots, -(-rows // (max_tokens + 1)))
+        counts = [rows // sequences + (index < rows % sequences) for index in range(sequences)]
+        own = [[0] * count for count in counts]
+        passed = flat_batch(own, [context] * sequences, range(sequences), device=target.device)
+        return _median(lambda: target.forward(passed, cache, drafter.taps), target.device)
+
+    def draft(sequences: int, count: int) -> float:
+        requests = [DraftRequest(slot, 0, context) for slot in range(sequences)]
+        return _median(lambda: drafter.propose(requests, count), target.device)
+
+    drafting = DraftCost.through(draft, slots, max_tokens)
+    measured: dict[int, float] = {}
+    for rows in _sizes(max_tokens, min(max_num_seqs * (max_tokens + 1), slots * max(1, max_len - context))):
+        if len(measured) > 1 and perf_counter() - began > SECONDS:
+            break
+        measured[rows] = verify(rows)
+    for slot in range(slots):
+        cache.release(slot)
+        drafter.release(slot)
+    costs = Costs(CostCurve.through(measured), drafting)
+    _say(costs, perf_counter() - began, max_tokens)
+    return costs
+
+
+def _sizes(max_tokens: int, most: int) -> Iterator[int]:
+    """Row counts in the order in which they matter: plain decoding, the longest verification of one sequence, more."""
+    first = (1, min(max_tokens + 1, most))
+    yield from dict.fromkeys((*first, *(rows for rows in ROWS if rows <= most)))
+
+
+def _median(run: Callable[[], object], device: torch.device) -> float:
+    run()
+    times = []
+    for _ in range(REPEATS):
+        begin = perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - begin)
+        if sum(times) > SECONDS / 4:
+            break
+    return median(times)
+
+
+def _line(at_one: float, at_most: float | None, most: int) -> tuple[float, float]:
+    """Fixed part and slope of the line through (1, at_one) and (most, at_most)."""
+    slope = 0.0 if at_most is None else max(0.0, at_most - at_one) / (most - 1)
+    return max(0.0, at_one - slope), slope
+
+
+def _say(costs: Costs, seconds: float, max_tokens: int) -> None:
+    logging.getLogger("foredraft").info(
+        "measured costs in %.1f s: a pass takes %.2f ms with 1 row and %.2f ms with %d; drafting %d tokens %.2f ms",
+        seconds,
+        1000 * costs.verify(1),
+        1000 * costs.verify(max_tokens + 1),
+        max_tokens + 1,
+        max_tokens,
+        1000 * costs.draft(1, max_tokens),
+    )

@@ -1,0 +1,80 @@
+"""Cost curves by hand, and measuring that leaves no trace."""
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import PlainDecoder, ScriptedDrafter
+from tiny import tiny_target
+
+from foredraft.config import EngineConfig
+from foredraft.engine.costs import CostCurve, DraftCost, measure
+from foredraft.engine.engine import Engine
+from foredraft.sampling_params import SamplingParams
+
+TARGET = tiny_target()
+
+
+def test_a_curve_goes_through_its_points_and_on_from_the_last() -> None:
+    curve = CostCurve.through({8: 6.0, 1: 4.0, 2: 4.5})
+    assert [curve(rows) for rows in (1, 2, 5, 8, 12)] == pytest.approx([4.0, 4.5, 5.25, 6.0, 7.0])
+
+
+def test_a_pass_costs_at_least_what_a_smaller_one_does() -> None:
+    assert CostCurve.through({1: 4.0, 2: 3.0, 4: 5.0}).seconds == (4.0, 4.0, 5.0)
+    assert CostCurve.through({1: 4.0})(30) == 4.0
+
+
+@given(st.dictionaries(st.integers(1, 40), st.floats(0.001, 10), min_size=1, max_size=6))
+def test_a_curve_never_falls(measured: dict[int, float]) -> None:
+    curve = CostCurve.through(measured)
+    values = [curve(rows) for rows in range(1, 60)]
+    assert all(after >= before - 1e-12 for before, after in pairwise(values))
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 5), (8, 1), (8, 5)])
+def test_drafting_costs_are_a_plane_of_their_corners(sequences: int, tokens: int) -> None:
+    def true(count: int, length: int) -> float:
+        return 3 + 0.5 * (count - 1) + length * (0.2 + 0.03 * (count - 1))
+
+    cost = DraftCost.through(true, sequences, tokens)
+    for count in {1, sequences}:
+        for length in {1, tokens}:
+            assert cost(count, length) == pytest.approx(true(count, length))
+    assert cost.step(1) == pytest.approx(0.2 if tokens > 1 else 0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_measuring_leaves_no_trace(max_num_seqs: int, caplog: pytest.LogCaptureFixture) -> None:
+    cache = TARGET.model.new_cache()
+    drafter = ScriptedDrafter(lambda tokens, count: [3] * count)
+    with caplog.at_level(logging.INFO, "foredraft"):
+        costs = measure(TARGET.model, cache, drafter, 28, max_num_seqs, 4)
+    assert costs.verify.rows[:2] == (1, 2) and costs.verify.seconds[0] > 0 and 5 in costs.verify.rows
+    assert costs.draft(1, 4) >= 0 and "measured costs in" in caplog.text
+    assert not drafter.seen and all(cache.length(slot) == 0 for slot in range(max_num_seqs))
+
+
+def ngrams(tokens: list[int], count: int) -> list[int]:
+    return (tokens * count)[:count]
+
+
+@pytest.mark.parametrize("script", [ngrams, lambda tokens, count: []])
+def test_an_engine_that_measures_for_itself(script: Callable[[list[int], int], list[int]]) -> None:
+    params = SamplingParams(temperature=0.7, seed=4, max_tokens=12, ignore_eos=True)
+    engine = Engine(
+        TARGET.model,
+        EngineConfig(max_model_len=28, max_num_seqs=2),
+        tokenizer=TARGET.tokenizer,
+        drafter=ScriptedDrafter(script),
+        num_speculative_tokens="auto",
+    )
+    sequences = [engine.add([3, 4, 5, 3, 4, 5], params)[0] for _ in range(3)]
+    while engine.has_work:
+        engine.step()
+    expected = PlainDecoder(TARGET)([3, 4, 5, 3, 4, 5], params, 4, 28).token_ids
+    assert [sequence.output for sequence in sequences] == [expected] * 3
+    assert all(sequence.acceptance.committed == 11 for sequence in sequences)
