@@ -251,7 +251,7 @@ def test_every_form_of_a_speculative_config(folder: Path, form: Any) -> None:
         ({"num_speculative_tokens": 6}, "num_speculative_tokens is 6, but the drafter in .* proposes 1 to 5 tokens"),
         ({"model": None}, "no drafter ships for"),
         ({"model": "./nowhere"}, "no model './nowhere'"),
-        ({"method": "medusa"}, "method 'medusa' is not known; known: none, dflash"),
+        ({"method": "medusa"}, "method 'medusa' is not known; known: none, mtp, "),
     ],
 )
 def test_speculation_that_cannot_be(folder: Path, changes: dict[str, Any], message: str) -> None:

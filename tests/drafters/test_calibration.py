@@ -94,7 +94,7 @@ def test_calibrated_confidences_are_probabilities_and_keep_their_order(rounds: l
     calibration = fit_calibration(rounds)
     for k in range(1, 6):
         values = [calibration.apply(k, raw) for raw in (0.0, 0.2, 0.5, 0.9, 1.0)]
-        assert values == sorted(values) and 0 <= values[0] and values[-1] <= 1
+        assert values == sorted(values) and values[0] >= 0 and values[-1] <= 1
     for each in rounds:
         products = survival(each.confidences, calibration)
         assert products == sorted(products, reverse=True)

@@ -128,14 +128,14 @@ class TableDrafter(SamplingDrafter):
             picked = pick(self._logits[tokens[-1], k - 1 : k], [(request, k)], self._vocabulary, REFERENCE)
             tokens += picked.token_ids
             confidences += picked.confidences
-            log_probs += picked.log_probs or []
+            log_probs += [log_q for log_q in picked.log_probs if log_q is not None]
             if stop is not None and stop(index, confidences[-1], k):
                 break
         return Proposal(tuple(tokens[1:]), torch.stack(log_probs) if log_probs else None, tuple(confidences))
 
 
-# Tokens are verified where they are kept in some 40 of 100 rounds: often, but not always.
-SELECTIVE = Costs(CostCurve((1, 2), (1.01, 1.02)), DraftCost(0.01, 0.001))
+# A token is worth verifying where it is kept in some 16 of 100 rounds, which is the case now and then.
+SELECTIVE = Costs(CostCurve((1, 2), (1.003, 1.006)), DraftCost(0.001, 0.0001))
 DRAFTERS: dict[str, tuple[Callable[[], Drafter], NumSpeculativeTokens]] = {
     "greedy": (lambda: SamplingDrafter(True), 2),
     "independent": (lambda: SamplingDrafter(False), 2),
@@ -176,7 +176,8 @@ def test_output_follows_the_targets_distribution(rule: AcceptanceRule, method: s
     for sequence in sequences[1:]:
         total.add(sequence.acceptance)
     assert len(total.kept) == 2 and all(0 < kept < made for kept, made in zip(total.kept, total.proposed, strict=True))
-    assert (total.proposed[0] < 0.9 * TRIALS) == (length == "auto")
+    if length == "auto":
+        assert 0.1 * TRIALS < total.proposed[1] < 0.9 * TRIALS
 
 
 def test_log_probabilities_are_cut_with_their_tokens() -> None:

@@ -9,8 +9,11 @@ from rich.table import Table
 
 from foredraft.cli import options
 from foredraft.config import SpeculativeConfig
+from foredraft.drafters import check_method, load_drafter
 from foredraft.drafters.calibration import FILE, Calibration
+from foredraft.errors import UserError
 from foredraft.llm import LLM, Prompt
+from foredraft.models.loading import load_target
 from foredraft.sampling_params import SamplingParams
 from foredraft.training.calibration import calibrate as fit
 from foredraft.training.synthesis import read_prompts
@@ -49,23 +52,16 @@ def calibrate(
 
       foredraft calibrate smollm2-135m --method dspark --data held_out.jsonl --output my-drafter --drafter my-drafter
     """
+    if method == "none":
+        raise UserError("--method none drafts nothing that could be calibrated")
+    config = SpeculativeConfig(method, drafter)
+    check_method(config)
     conversations = read_prompts(data)[:num_prompts]
+    precision, implementation = options.quantization(quantization), options.kernels(kernels)
+    target = load_target(model, options.dtype(dtype), device, quantization=precision, kernels=implementation)
     # All positions that the drafter can propose.
-    longest = LLM(
-        model,
-        SpeculativeConfig(method, drafter),
-        dtype=dtype,
-        device=device,
-        quantization=options.quantization(quantization),
-        kernels=options.kernels(kernels),
-        max_num_seqs=max_num_seqs,
-    )
-    assert longest.drafter is not None
-    llm = LLM(
-        longest.target,
-        SpeculativeConfig(method, drafter, longest.drafter.max_tokens),
-        max_num_seqs=max_num_seqs,
-    )
+    longest = load_drafter(config, target).max_tokens
+    llm = LLM(target, SpeculativeConfig(method, drafter, longest), max_num_seqs=max_num_seqs)
     prompts: list[Prompt] = [
         llm.chat_prompt([*conversation.messages, {"role": "user", "content": conversation.turns[0]}])
         for conversation in conversations

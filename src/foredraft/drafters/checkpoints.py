@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.drafters.dflash import DFlashConfig, DFlashWeights, check_target
+from foredraft.drafters.dflash import DFlashConfig, DFlashWeights
 from foredraft.drafters.dspark import DSparkConfig, DSparkWeights, MarkovKind, MarkovWeights
+from foredraft.drafters.fitting import check_shape
 from foredraft.drafters.storage import drafter_weights
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, RopeConfig, decoder_config, required
@@ -34,7 +35,7 @@ def load_dflash(
     if config.block_size < 2:
         raise UserError(f"{source}: block_size is {config.block_size}; it counts the anchor, so it must be 2 or more")
     if target is not None:
-        check_target(config, target)
+        check_shape(config.layers, config.num_target_layers, target)
     return config, _backbone_weights(folder, raw, config, dtype)
 
 
@@ -81,7 +82,7 @@ def load_dspark(
     confident = bool(raw.get("enable_confidence_head"))
     config = DSparkConfig(backbone, rank, kind, bool(raw.get("confidence_head_with_markov")) if confident else None)
     if target is not None:
-        check_target(backbone, target)
+        check_shape(backbone.layers, backbone.num_target_layers, target)
     read = drafter_weights(folder, dtype)
     hidden, vocab_size = backbone.layers.hidden_size, backbone.layers.vocab_size
     own = _backbone_weights(folder, raw, backbone, dtype)

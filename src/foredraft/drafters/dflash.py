@@ -13,17 +13,14 @@ from torch import Tensor
 
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
-from foredraft.drafters.picking import DraftVocabulary, Picked, pick
-from foredraft.drafters.recursive import Draft, fitted
-from foredraft.errors import UserError
+from foredraft.drafters.fitting import FORM, check_shape, draft_head, fitted
+from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel, build_decoder
 from foredraft.models.layers import DecoderLayer
-from foredraft.ops import Format, Matrix, Operations
+from foredraft.ops import Matrix, Operations
 from foredraft.ops.plan import Visibility
-
-FORM: Format = "int8"
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Backbone:
     def __init__(
         self, config: DFlashConfig, weights: DFlashWeights, target: DecoderModel, ops: Operations, embeddings: Matrix
     ) -> None:
-        check_target(config, target.config)
+        check_shape(config.layers, config.num_target_layers, target.config)
         self._config = config
         self._ops = ops
         self._embeddings = embeddings
@@ -121,7 +118,7 @@ class Backbone:
 class DFlashDrafter:
     """Runs a DFlash drafter beside its target; state is one cache that shares the target's slots.
 
-    ops: by default the target's. The native kernels run a drafter in 8 bits: the target has the last word anyway.
+    ops: by default the target's.
     """
 
     def __init__(
@@ -152,38 +149,9 @@ class DFlashDrafter:
         rows = [(request, k) for request in requests for k in range(1, count + 1)]
         picked = pick(self._ops.linear(normed, self._head, None), rows, self._vocab, self._ops)
         drafts = [Draft() for _ in requests]
-        for row, (_, k) in enumerate(rows):
-            add_token(drafts[row // count], picked, row, k, picked.confidences[row], self.calibration)
+        for row in range(len(rows)):
+            drafts[row // count].add(picked, row, picked.confidences[row], self.calibration)
         return [draft.proposal() for draft in drafts]
 
     def release(self, slot: int) -> None:
         self._backbone.release(slot)
-
-
-def draft_head(own: Tensor | None, ids: Tensor | None, target: DecoderModel, ops: Operations) -> Matrix:
-    """The head [Vd, K] of a drafter: its own, or the target's rows ``ids [Vd]``, all of them for None."""
-    if own is None and ids is None:
-        return target.head
-    return ops.pack(target.head_rows(ids) if own is None else own, FORM)
-
-
-def add_token(
-    draft: Draft, picked: Picked, row: int, k: int, confidence: float, calibration: Calibration | None
-) -> None:
-    """Append the token of ``row`` as the k-th of ``draft``. confidence: raw."""
-    draft.token_ids.append(picked.token_ids[row])
-    draft.confidences.append(calibration.apply(k, confidence) if calibration else confidence)
-    if picked.log_probs is not None:
-        draft.log_probs.append(picked.log_probs[row])
-
-
-def check_target(config: DFlashConfig, target: ModelConfig) -> None:
-    """Raise UserError unless the drafter was made for a target of this shape."""
-    pairs = (
-        ("hidden size", config.layers.hidden_size, target.hidden_size),
-        ("vocabulary size", config.layers.vocab_size, target.vocab_size),
-        ("number of target layers", config.num_target_layers, target.num_layers),
-    )
-    for what, mine, theirs in pairs:
-        if mine != theirs:
-            raise UserError(f"the drafter was made for another target: its {what} is {mine}, the target's is {theirs}")

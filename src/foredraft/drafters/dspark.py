@@ -10,16 +10,9 @@ from torch import Tensor
 
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
-from foredraft.drafters.dflash import (
-    FORM,
-    Backbone,
-    DFlashConfig,
-    DFlashWeights,
-    add_token,
-    draft_head,
-)
-from foredraft.drafters.picking import DraftVocabulary, pick
-from foredraft.drafters.recursive import Draft, fitted
+from foredraft.drafters.dflash import Backbone, DFlashConfig, DFlashWeights
+from foredraft.drafters.fitting import FORM, draft_head, fitted
+from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.models.batch import Batch
 from foredraft.models.decoder import DecoderModel
 from foredraft.ops import NATIVE, Matrix, Operations
@@ -143,7 +136,7 @@ class DSparkDrafter:
             picked = pick(logits, [(request, k) for request in requests], self._vocab, self._ops)
             confidences = self._confidences(own, embedded) or picked.confidences
             for index, draft in enumerate(drafts):
-                add_token(draft, picked, index, k, confidences[index], self.calibration)
+                draft.add(picked, index, confidences[index], self.calibration)
             previous = picked.token_ids
         return [draft.proposal() for draft in drafts]
 

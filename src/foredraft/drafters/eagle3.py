@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.calibration import Calibration
-from foredraft.drafters.recursive import FORM, RecursiveDrafter, fitted
+from foredraft.drafters.fitting import FORM, fitted
+from foredraft.drafters.recursive import RecursiveDrafter
 from foredraft.models.batch import Batch
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel

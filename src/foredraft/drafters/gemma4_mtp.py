@@ -17,19 +17,17 @@ from torch import Tensor
 
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
+from foredraft.drafters.fitting import FORM, check_equal, draft_head, fitted
 from foredraft.drafters.gemma4_assistant import Gemma4Decoder, Gemma4Shape, Gemma4Weights, gemma4_logits
-from foredraft.drafters.picking import DraftVocabulary, pick
-from foredraft.drafters.recursive import Draft
-from foredraft.drafters.weights import map_tensors
+from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.errors import UserError
 from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel, build_decoder
 from foredraft.models.layers import DecoderLayer
 from foredraft.models.rope import inverse_frequencies
-from foredraft.ops import REFERENCE, Format, Operations
+from foredraft.ops import REFERENCE, Operations
 
-FORM: Format = "int8"
 GEMMA = "gemma4_text"
 """Model type of a Gemma 4 target, and of the layers of its drafter."""
 
@@ -78,12 +76,7 @@ class _OwnLayers:
         self._decoder = build_decoder(
             weights.layers, config.layers, ops, target.dtype, FORM, kv_layers=config.kv_layers
         )
-        if weights.head is not None:
-            self._head = ops.pack(weights.head, FORM)
-        elif weights.draft_vocab is not None:
-            self._head = ops.pack(target.head_rows(weights.draft_vocab), FORM)
-        else:
-            self._head = target.head
+        self._head = draft_head(weights.head, weights.draft_vocab, target, ops)
 
     def embedded(self, embedding: Tensor) -> Tensor:
         return embedding
@@ -149,7 +142,7 @@ class Gemma4MTPDrafter:
         self.default_tokens = min(config.default_tokens, config.max_tokens)
         self.calibration = calibration
         self._ops = ops = REFERENCE if config.gemma is not None else ops or target.ops
-        weights = map_tensors(weights, lambda tensor: tensor.to(device=target.device, dtype=target.dtype))
+        weights = fitted(weights, target)
         self._layers = (
             _OwnLayers(config, weights, target, ops) if config.gemma is None else _GemmaLayers(config, weights, target)
         )
@@ -206,13 +199,7 @@ class Gemma4MTPDrafter:
             picked = pick(logits, [(requests[index], k) for index in running], self._vocab, self._ops)
             going: list[int] = []
             for row, index in enumerate(running):
-                raw = picked.confidences[row]
-                confidence = self.calibration.apply(k, raw) if self.calibration else raw
-                draft = drafts[index]
-                draft.token_ids.append(picked.token_ids[row])
-                draft.confidences.append(confidence)
-                if picked.log_probs is not None:
-                    draft.log_probs.append(picked.log_probs[row])
+                confidence = drafts[index].add(picked, row, picked.confidences[row], self.calibration)
                 if stop is None or not stop(index, confidence, k):
                     going.append(row)
             if k == count or not going:
@@ -248,9 +235,7 @@ def check_target(config: Gemma4MTPConfig, target: ModelConfig) -> None:
             ("number of key/value heads", config.layers.num_kv_heads, target.num_kv_heads),
             ("head size", config.layers.head_dim, target.head_dim),
         ]
-    for what, mine, theirs in pairs:
-        if mine != theirs:
-            raise UserError(f"the drafter was made for another target: its {what} is {mine}, the target's is {theirs}")
+    check_equal(pairs)
     if config.gemma is not None:
         if target.architecture != GEMMA:
             raise UserError(

@@ -9,25 +9,21 @@ cache, so that the next round's true pairs overwrite them, whatever was accepted
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
-from foredraft.drafters.picking import DraftVocabulary, Picked, pick
-from foredraft.drafters.weights import map_tensors
-from foredraft.errors import UserError
+from foredraft.drafters.fitting import FORM, check_shape, draft_head
+from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel, build_decoder
 from foredraft.models.layers import DecoderLayer
-from foredraft.ops import Format, Operations
+from foredraft.ops import Operations
 
-T = TypeVar("T")
-
-FORM: Format = "int8"
 LONGEST_WAIT = 32
 """Rows of a sequence that may wait for its next proposal; beyond that they are run without one."""
 
@@ -60,19 +56,6 @@ class Waiting:
         # A copy, since a view would keep the whole of a long prompt in memory.
         self.features[:] = [self.features[-1][-1:].clone()]
         del self.tokens[:-1]
-
-
-@dataclass
-class Draft:
-    """A proposal while it grows."""
-
-    token_ids: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    log_probs: list[Tensor] = field(default_factory=list)
-
-    def proposal(self) -> Proposal:
-        log_probs = torch.stack(self.log_probs) if self.log_probs else None
-        return Proposal(tuple(self.token_ids), log_probs, tuple(self.confidences))
 
 
 class RecursiveConfig(Protocol):
@@ -112,7 +95,7 @@ class RecursiveDrafter(ABC):
         calibration: Calibration | None,
     ) -> None:
         """weights: on the target's device and in its dtype. head: [Vd, K], None for the target's own rows."""
-        check_target(config, target.config)
+        check_shape(config.layers, config.num_target_layers, target.config)
         self.max_tokens = config.max_tokens
         self.default_tokens = min(config.default_tokens, config.max_tokens)
         self.calibration = calibration
@@ -125,10 +108,7 @@ class RecursiveDrafter(ABC):
         self._waiting: dict[int, Waiting] = {}
         ids = weights.draft_vocab
         self._vocab = DraftVocabulary(ids, target.config.vocab_size)
-        if head is None and ids is None:
-            self._head = target.head
-        else:
-            self._head = ops.pack(target.head_rows(ids) if head is None else head, FORM)
+        self._head = draft_head(head, ids, target, ops)
 
     @abstractmethod
     def _features(self, taps: Tensor) -> Tensor:
@@ -180,7 +160,11 @@ class RecursiveDrafter(ABC):
             features, normed = self._outputs(hidden)
             logits = self._ops.linear(normed, self._head, None)
             picked = pick(logits, [(requests[index], k) for index in running], self._vocab, self._ops)
-            going = self._record(picked, k, running, requests, drafts, stop)
+            going: list[int] = []
+            for row, index in enumerate(running):
+                confidence = drafts[index].add(picked, row, picked.confidences[row], self.calibration)
+                if stop is None or not stop(index, confidence, k):
+                    going.append(row)
             if k == count or not going:
                 break
             if len(going) < len(running):
@@ -215,43 +199,3 @@ class RecursiveDrafter(ABC):
             self._cache.commit(slot, end)
             own.keep_last()
         return hidden
-
-    def _record(
-        self,
-        picked: Picked,
-        k: int,
-        running: Sequence[int],
-        requests: Sequence[DraftRequest],
-        drafts: Sequence[Draft],
-        stop: Stop | None,
-    ) -> list[int]:
-        """Add each running sequence's k-th token; the rows of those that are worth going on with."""
-        going: list[int] = []
-        for row, index in enumerate(running):
-            raw = picked.confidences[row]
-            confidence = self.calibration.apply(k, raw) if self.calibration else raw
-            draft, sampling = drafts[index], requests[index].sampling
-            draft.token_ids.append(picked.token_ids[row])
-            draft.confidences.append(confidence)
-            if picked.log_probs is not None and sampling is not None and sampling.want_log_probs:
-                draft.log_probs.append(picked.log_probs[row])
-            if stop is None or not stop(index, confidence, k):
-                going.append(row)
-        return going
-
-
-def check_target(config: RecursiveConfig, target: ModelConfig) -> None:
-    """Raise UserError unless the drafter was made for a target of this shape."""
-    pairs = (
-        ("hidden size", config.layers.hidden_size, target.hidden_size),
-        ("vocabulary size", config.layers.vocab_size, target.vocab_size),
-        ("number of target layers", config.num_target_layers, target.num_layers),
-    )
-    for what, mine, theirs in pairs:
-        if mine != theirs:
-            raise UserError(f"the drafter was made for another target: its {what} is {mine}, the target's is {theirs}")
-
-
-def fitted(weights: T, target: DecoderModel) -> T:
-    """``weights`` on the target's device and, but for token ids, in its dtype."""
-    return map_tensors(weights, lambda tensor: tensor.to(device=target.device, dtype=target.dtype))

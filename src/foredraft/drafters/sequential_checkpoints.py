@@ -16,8 +16,9 @@ from foredraft.drafters.checkpoints import (
     write_drafter,
 )
 from foredraft.drafters.eagle3 import Eagle3Config, Eagle3Weights
+from foredraft.drafters.fitting import check_shape
 from foredraft.drafters.mtp import MTPConfig, MTPWeights
-from foredraft.drafters.recursive import RecursiveConfig, check_target
+from foredraft.drafters.recursive import RecursiveConfig
 from foredraft.drafters.storage import drafter_weights
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, decoder_config, required
@@ -48,7 +49,7 @@ def load_mtp(folder: Path, dtype: torch.dtype, target: ModelConfig | None = None
         default_tokens=_default_tokens(raw, source, MTPConfig.default_tokens),
     )
     if target is not None:
-        check_target(config, target)
+        check_shape(config.layers, config.num_target_layers, target)
     read, hidden = drafter_weights(folder, dtype), config.layers.hidden_size
     layer = load_layer(read, "mtp.layers.0.", config.layers)
     return config, MTPWeights(
@@ -113,7 +114,7 @@ def load_eagle3(
         default_tokens=_default_tokens(raw, source, Eagle3Config.default_tokens),
     )
     if target is not None:
-        check_target(config, target)
+        check_shape(config.layers, config.num_target_layers, target)
     read, stored, hidden = drafter_weights(folder, dtype), tensor_names(folder), shape.hidden_size
     if "embed_tokens.weight" in stored:
         load_tensor(read, "embed_tokens.weight", shape.vocab_size, hidden)

@@ -156,8 +156,8 @@ class Belief:
     sent: int = 0
 
 
-FIRST_GUESS = 0.7
-"""Of how often a token is kept, until there is evidence."""
+FIRST_GUESS = 0.8
+"""Of how often a token is kept, until there is evidence; rather too high, so that drafting is tried."""
 TRUSTED, SHRINKAGE, FORGETTING = 20, 3, 0.99
 """Rounds of a sequence that count at most, those that the average of all counts for, and what is left of its own
 after a round in which it does not draft."""
