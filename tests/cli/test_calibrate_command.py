@@ -86,7 +86,7 @@ def test_it_writes_a_calibration_that_the_drafter_then_uses(
     # Blocks of six propose five tokens; half of eight prompts is for the fit.
     assert len(calibration.temperatures) == len(calibration.error_after) == 5 and calibration.rounds >= 4
     assert "8 prompts of held_out.jsonl" in calibration.source
-    assert "error after" in err and "calibration.json" in err
+    assert "temperature" in err and "calibration.json" in err
     after = _confidences(model, drafter)
     assert after != before
     assert after == pytest.approx([calibration.apply(k, raw) for k, raw in enumerate(before, start=1)])

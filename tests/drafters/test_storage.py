@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import dflash_json, dflash_tensors, write_dflash
 from torch import Tensor
 
+from foredraft.cli.export import export
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.storage import GROUP, compact, dequantize, drafter_weights, quantization_field, quantize
 from foredraft.drafters.weights import named_tensors
@@ -183,3 +184,10 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     save_file(stored | {"fc.weight_scale": scales[:, :1].contiguous()}, path)
     with pytest.raises(UserError, match="expected one scale for every 32 columns"):
         drafter_weights(tmp_path / "small", torch.bfloat16)("fc.weight")
+
+
+def test_export_writes_the_compact_form(tmp_path: Path) -> None:
+    raw = dflash_json()
+    write_dflash(tmp_path / "whole", raw, dflash_tensors(raw))
+    export("tiny", tmp_path / "small", "dflash", str(tmp_path / "whole"), "compact")
+    assert json.loads((tmp_path / "small/config.json").read_text())["quantization_config"] == quantization_field()

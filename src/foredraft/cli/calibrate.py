@@ -67,7 +67,7 @@ def calibrate(
         for conversation in conversations
     ]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     with console.status(f"answering {len(prompts)} prompts"):
         calibration = fit(llm, prompts, params, f"{len(prompts)} prompts of {data.name}, temperature {temperature:g}")
     calibration.save(output)

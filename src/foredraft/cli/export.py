@@ -12,23 +12,27 @@ from rich.markup import escape
 from foredraft.cli import options
 from foredraft.drafters.export import LAYOUTS, drafter_folder, load_portable, write_portable
 from foredraft.drafters.export_gguf import write_gguf
+from foredraft.drafters.storage import compact
 from foredraft.errors import UserError
 from foredraft.models.loading import load_target, resolve
 
+COMPACT = "compact"
 FORMATS = "; ".join(f"{method}: {', '.join(layouts)}" for method, layouts in LAYOUTS.items())
 
 
 def export(
     model: options.Model,
     output: Annotated[Path, typer.Option(help="Folder to write, or the file for gguf.")],
-    method: Annotated[str, typer.Option(help=f"Drafting method: {', '.join(LAYOUTS)}.")],
+    method: Annotated[str, typer.Option(help=f"Drafting method: {', '.join(LAYOUTS)}; any with --format compact.")],
     drafter: options.Drafter = None,
     layout: Annotated[
         str | None,
-        typer.Option("--format", help=f"{FORMATS}. \\[default: the first of the method's]", show_default=False),
+        typer.Option("--format", help=f"{FORMATS}; compact. \\[default: the method's first]", show_default=False),
     ] = None,
 ) -> None:
     """Write a drafter in a layout that another engine loads: vLLM, or with --format gguf llama.cpp.
+
+    --format compact is foredraft's own: half the size, and on a CPU the same drafts.
 
     Examples:
 
@@ -36,6 +40,11 @@ def export(
 
       foredraft export smollm2-135m --method eagle3 --drafter runs/eagle3 --format gguf --output eagle3.gguf
     """
+    messages = Console(stderr=True, soft_wrap=True, highlight=False)
+    if layout == COMPACT:
+        compact(drafter_folder(model, method, drafter), output)
+        messages.print(escape(_written(output, output / "model.safetensors", layout)))
+        return
     if method not in LAYOUTS:
         raise UserError(f"--method is {method!r}; drafters of {', '.join(LAYOUTS)} can be exported")
     chosen = layout or LAYOUTS[method][0]
@@ -47,7 +56,6 @@ def export(
     folder = drafter_folder(model, method, drafter)
     target = load_target(model, torch.bfloat16, kernels="pytorch").model
     portable = load_portable(method, folder, target)
-    messages = Console(stderr=True, soft_wrap=True, highlight=False)
     if chosen == "gguf":
         write_gguf(portable, source, output)
         command = f"llama-server -m TARGET.gguf --spec-type draft-{method} -md {output}"
@@ -57,5 +65,9 @@ def export(
         speculative = {"method": method, "model": str(output), "num_speculative_tokens": portable.default_tokens}
         command = f"vllm serve TARGET --speculative-config '{json.dumps(speculative)}'"
         written = output / "model.safetensors"
-    messages.print(escape(f"{output}: {written.stat().st_size / 1e6:.1f} MB, {chosen} layout"))
+    messages.print(escape(_written(output, written, chosen)))
     messages.print(escape(command))
+
+
+def _written(output: Path, weights: Path, layout: str) -> str:
+    return f"{output}: {weights.stat().st_size / 1e6:.1f} MB, {layout} layout"

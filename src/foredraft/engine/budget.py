@@ -340,7 +340,8 @@ class AutoBudget:
         survivals = [1.0] * len(limits)
         going = len(limits)
         plain, drafted = rows
-        slope = (self._costs.verify(plain + drafted) - self._costs.verify(plain)) / drafted
+        expected = plain + drafted
+        slope = (self._costs.verify(expected + drafted) - self._costs.verify(expected)) / drafted
         means = [self._survivals(belief) for belief in beliefs]
 
         def stop(request: int, confidence: float, k: int) -> bool:

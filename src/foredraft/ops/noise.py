@@ -116,8 +116,8 @@ def draw(scores: Row, seed: int, position: int, stream: Stream, token_ids: NDArr
     token_ids: [n], whose noise the scores get; 0 to n - 1 by default. Raises `RuntimeError` if the scores have no
     finite maximum.
     """
-    if scores.dtype == np.float32 and token_ids is None and native.unavailable() is None:
-        winner = native.gumbel_argmax(scores, seed, position, stream)
+    if scores.dtype == np.float32 and native.unavailable() is None:
+        winner = native.gumbel_argmax(scores, seed, position, stream, token_ids)
         require_finite(0.0 if winner >= 0 else math.nan)
         return winner
 

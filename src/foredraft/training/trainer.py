@@ -276,7 +276,8 @@ class Trainer:
         self.step, self.seconds, self.log = header["step"], header["seconds"], header["log"]
 
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint.state"
+"""A safetensors file by another name, so that nobody takes it for a part of the drafter."""
 
 
 def _order(count: int, seed: int, epoch: int) -> list[int]:
