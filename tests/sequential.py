@@ -106,6 +106,46 @@ def eagle3_tensors(
     return tensors | layer_tensors(raw, prefix, 2 * hidden, raw["model_type"] == "qwen3", seed + 1) | d2t(raw)
 
 
+def gemma4_json(target: ModelConfig, **changes: Any) -> dict[str, Any]:
+    """With one layer as wide as the target's, which reads the target's last one and predicts with its head."""
+    text = {
+        "model_type": "llama",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+        "rope_theta": target.rope.theta,
+        "hidden_act": "silu",
+    }
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": target.hidden_size,
+        "num_target_layers": target.num_layers,
+        "kv_layers": [target.num_layers - 1],
+        "text_config": text,
+        **changes,
+    }
+
+
+def gemma4_tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    generator, hidden = torch.Generator().manual_seed(seed), raw["backbone_hidden_size"]
+    sizes: dict[str, tuple[int, ...]] = {
+        "pre_projection.weight": (hidden, 2 * hidden),
+        "post_projection.weight": (hidden, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    tensors = {name: random_tensor(size, generator) for name, size in sizes.items()}
+    layer = layer_tensors(raw["text_config"], "model.layers.0.", hidden, False, seed + 1)
+    own = {name: tensor for name, tensor in layer.items() if not name.endswith(("k_proj.weight", "v_proj.weight"))}
+    return tensors | own | d2t(raw)
+
+
 def d2t(raw: dict[str, Any]) -> dict[str, Tensor]:
     if raw.get("draft_vocab_size") != len(VOCABULARY):
         return {}

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from sequential import eagle3_json, eagle3_tensors, mtp_json, mtp_tensors, write
+from sequential import eagle3_json, eagle3_tensors, gemma4_json, gemma4_tensors, mtp_json, mtp_tensors, write
 from tiny import (
     CONFIG,
     TOKENS,
@@ -16,8 +15,6 @@ from tiny import (
     dflash_tensors,
     dspark_json,
     dspark_tensors,
-    layer_shapes,
-    random_tensor,
     tiny_target,
 )
 
@@ -44,40 +41,11 @@ def wide() -> Target:
     return tiny_target(hidden_size=WIDE.hidden_size, num_layers=WIDE.num_layers)
 
 
-def write_gemma4(folder: Path) -> Path:
-    text = {
-        **{"model_type": "llama", "vocab_size": WIDE.vocab_size, "hidden_size": WIDE.hidden_size},
-        **{"intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": WIDE.num_heads},
-        **{"num_key_value_heads": WIDE.num_kv_heads, "head_dim": WIDE.head_dim, "rms_norm_eps": 1e-6},
-        **{"max_position_embeddings": 64, "rope_theta": WIDE.rope.theta, "hidden_act": "silu"},
-    }
-    raw = {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
-        "backbone_hidden_size": WIDE.hidden_size,
-        "num_target_layers": WIDE.num_layers,
-        "kv_layers": [WIDE.num_layers - 1],
-        "text_config": text,
-    }
-    generator = torch.Generator().manual_seed(0)
-    hidden = WIDE.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (hidden, 2 * hidden),
-        "post_projection.weight": (hidden, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for name, shape in layer_shapes(replace(WIDE, intermediate_size=96)).items():
-        if not name.endswith(("k_proj.weight", "v_proj.weight")):
-            shapes[f"model.layers.0.{name}"] = shape
-    return write(folder, raw, {name: random_tensor(shape, generator) for name, shape in shapes.items()})
-
-
 def write_drafter(method: str, folder: Path) -> Path:
     """A random drafter of ``method`` for a target of the shape WIDE."""
-    if method == "gemma4_mtp":
-        return write_gemma4(folder)
     makers: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, Any]]]] = {
         "mtp": (mtp_json, mtp_tensors),
+        "gemma4_mtp": (gemma4_json, gemma4_tensors),
         "eagle3": (eagle3_json, eagle3_tensors),
         "dflash": (dflash_json, dflash_tensors),
         "dspark": (dspark_json, dspark_tensors),

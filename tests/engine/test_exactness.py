@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import KINDS, PlainDecoder, ScriptedDrafter, hostile
+from scripted import KINDS, PlainDecoder, ScriptedDrafter, hostile, some_costs
 from tiny import CONFIG, EOS, TOKENS, dflash_json, dflash_tensors, model_tensors, tiny_target, write_dflash
 
 from foredraft.config import EngineConfig, NumSpeculativeTokens
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashDrafter
-from foredraft.engine.costs import CostCurve, Costs, DraftCost
+from foredraft.engine.costs import Costs
 from foredraft.engine.engine import Engine
 from foredraft.engine.sequence import Sequence as Running
 from foredraft.models.batch import flat_batch
@@ -163,14 +163,7 @@ def test_hostile_drafters_change_nothing(
     assert not drafter.seen and all(asked <= count for asked in drafter.asked)
 
 
-@st.composite
-def some_costs(draw: st.DrawFn) -> Costs:
-    """Of machines on which drafting pays always, never, or now and then."""
-    curve = CostCurve.through({rows: draw(st.floats(0.1, 3)) for rows in (1, 2, 4, 8, 40)})
-    return Costs(curve, DraftCost(*(draw(st.sampled_from([0.0, 0.01, 0.3])) for _ in range(4))))
-
-
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(a_request(), min_size=1, max_size=4),
     limits,

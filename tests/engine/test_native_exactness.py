@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import KINDS, PlainDecoder, ScriptedDrafter, hostile
+from scripted import KINDS, PlainDecoder, ScriptedDrafter, hostile, some_costs
 from tiny import CONFIG, EOS, TOKENS, dflash_json, dflash_tensors, model_tensors, tiny_tokenizer, write_dflash
 
 from foredraft.benchmark.workloads import BUNDLED, read_conversations
-from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.config import EngineConfig, NumSpeculativeTokens, SpeculativeConfig
 from foredraft.drafters import load_drafter
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.checkpoints import load_dflash
 from foredraft.drafters.dflash import DFlashDrafter
+from foredraft.engine.costs import Costs
 from foredraft.engine.engine import Engine
 from foredraft.engine.sequence import Sequence as Running
 from foredraft.models.config import RopeConfig
@@ -135,7 +136,9 @@ methods = st.one_of(
     requests=st.lists(a_request(), min_size=1, max_size=16),
     limits=limits,
     method=methods,
-    count=st.integers(1, 5),
+    count=st.one_of(st.integers(1, 5), st.just("auto")),
+    costs=some_costs(),
+    confidences=st.one_of(st.none(), st.integers(0, 99)),
     workers=st.sampled_from([1, 1, 1, 2, 3]),
 )
 def test_each_request_is_as_if_alone(
@@ -144,10 +147,13 @@ def test_each_request_is_as_if_alone(
     requests: list[Request],
     limits: dict[str, int],
     method: str | list[str] | None,
-    count: int,
+    count: NumSpeculativeTokens,
+    costs: Costs,
+    confidences: int | None,
     workers: int,
 ) -> None:
-    """No method, drafters that propose anything, DFlash at any N; any batch, chunking, neighbours and threads."""
+    """No method, drafters that propose anything, DFlash, which samples where the request does; any N, auto too; any
+    batch, chunking, neighbours and threads."""
     target = tiny(quantization)
     with native.threads(1):
         expected = [plain(quantization)(r.prompt, r.params, r.seed, MAX_LEN) for r in requests]
@@ -156,13 +162,14 @@ def test_each_request_is_as_if_alone(
         drafter = DFlashDrafter(*load_dflash(dflash, target.model.dtype), target.model)
     elif method is not None:
         futures = [[*r.prompt, *alone.token_ids] for r, alone in zip(requests, expected, strict=True)]
-        drafter = ScriptedDrafter(hostile(futures, list(method), len(TOKENS), [EOS], count))
+        drafter = ScriptedDrafter(hostile(futures, list(method), len(TOKENS), [EOS], len(requests)), confidences)
     engine = Engine(
         target.model,
         EngineConfig(max_model_len=MAX_LEN, **limits),
         eos_token_ids=[EOS],
         drafter=drafter,
         num_speculative_tokens=count if drafter else 0,
+        costs=costs,
     )
     with native.threads(workers):
         served = serve(engine, requests)

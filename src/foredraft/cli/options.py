@@ -7,6 +7,7 @@ import torch
 import typer
 
 from foredraft.config import SpeculativeConfig
+from foredraft.drafters import METHODS
 from foredraft.errors import UserError
 from foredraft.llm import DTYPES
 from foredraft.models.loading import PRECISIONS, Quantization
@@ -22,7 +23,9 @@ Model = Annotated[
 ]
 Method = Annotated[
     str | None,
-    typer.Option("--method", help="Drafting method: none or dflash. \\[default: none]", show_default=False),
+    typer.Option(
+        "--method", help=f"Drafting method: none, {', '.join(METHODS)}. \\[default: none]", show_default=False
+    ),
 ]
 Drafter = Annotated[
     str | None,

@@ -7,7 +7,9 @@ survivals in expectation.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 from foredraft.drafters.base import Proposal, Stop
@@ -144,15 +146,14 @@ class Expectation:
 class Belief:
     """What the budget expects of one sequence.
 
-    offset: on top of those of all sequences. expected: mean survivals. drafted: the round in which it drafted last. p,
-    sent: of the round in progress, the corrected confidences of what was drafted, and how many tokens went to
-    verification.
+    offset: on top of those of all sequences. expected: mean survivals. drafted: the round in which it drafted last.
+    confidences, sent: of the round in progress, as drafted, and how many of its tokens went to verification.
     """
 
     offset: Offset
     expected: Expectation
     drafted: int
-    p: list[float] = field(default_factory=list)
+    confidences: tuple[float, ...] = ()
     sent: int = 0
 
 
@@ -199,7 +200,7 @@ class AutoBudget:
         others = sum(item.count for item in work) - len(decoding)
         beliefs = {index: self._belief(work[index].sequence) for index in decoding}
         for belief in beliefs.values():
-            belief.p, belief.sent = [], 0
+            belief.confidences, belief.sent = (), 0
         able = {index: self._survivals(beliefs[index])[:room] for index, room in rooms.items()}
         lengths, rate = self._best_lengths(able, len(decoding), others)
         longest = self._worth_drafting([able[index] for index in lengths], max(lengths.values(), default=0), rate)
@@ -223,10 +224,14 @@ class AutoBudget:
         survivals = []
         for index in decoding:
             belief = self._beliefs[work[index].sequence]
-            belief.p = self._corrected(belief, proposals[index])
-            survivals.append(_products(belief.p))
-            if belief.p:
-                self._expect(belief, survivals[-1])
+            draft = proposals[index]
+            # Without confidences, what became of earlier tokens is all there is to go by.
+            belief.confidences = draft.confidences or (FIRST_GUESS,) * len(draft.token_ids)
+            corrected = (self._corrected(belief, k, raw) for k, raw in enumerate(belief.confidences))
+            survivals.append(list(accumulate(corrected, mul)))
+        for index, own in zip(decoding, survivals, strict=True):
+            if own:
+                self._expect(self._beliefs[work[index].sequence], own)
         others = sum(item.count for item in work) - len(decoding)
         verify = self._costs.verify
         lengths = choose(survivals, lambda rows: self._spent + verify(others + rows), self._look_ahead)
@@ -234,14 +239,16 @@ class AutoBudget:
         for index, length in zip(decoding, lengths, strict=True):
             sequence = work[index].sequence
             belief = self._beliefs[sequence]
-            belief.sent = max(length, min(1, len(belief.p))) if sequence is self._trying else length
+            belief.sent = max(length, min(1, len(belief.confidences))) if sequence is self._trying else length
             trimmed[index] = proposals[index].first(belief.sent)
         return trimmed
 
     def record(self, sequence: Running, kept: int) -> None:
         belief = self._beliefs[sequence]
         for k in range(min(belief.sent, kept + 1)):
-            learn((self._shared, self._positions[k], belief.offset), belief.p[k], k < kept)
+            # By the offsets as they are now: the same round of other sequences has moved them.
+            p = self._corrected(belief, k, belief.confidences[k])
+            learn((self._shared, self._positions[k], belief.offset), p, k < kept)
 
     def forget(self, sequence: Running) -> None:
         self._beliefs.pop(sequence, None)
@@ -260,12 +267,8 @@ class AutoBudget:
         pairs = zip(belief.expected.survivals, self._expected.survivals, strict=True)
         return [share * own + (1 - share) * average for own, average in pairs]
 
-    def _corrected(self, belief: Belief, proposal: Proposal) -> list[float]:
-        """P(kept | the ones before kept) of each token; without confidences, by what became of earlier ones alone."""
-        raw = proposal.confidences or (FIRST_GUESS,) * len(proposal.token_ids)
-        return [self._correct(belief, k, confidence) for k, confidence in enumerate(raw)]
-
-    def _correct(self, belief: Belief, k: int, confidence: float) -> float:
+    def _corrected(self, belief: Belief, k: int, confidence: float) -> float:
+        """P(kept | the ones before kept) of the token at place ``k``, from 0."""
         held = min(max(confidence, 0.001), 0.999)
         logit = math.log(held / (1 - held)) + self._shared.mean + self._positions[k].mean + belief.offset.mean
         return 1 / (1 + math.exp(-logit))
@@ -340,13 +343,14 @@ class AutoBudget:
         survivals = [1.0] * len(limits)
         going = len(limits)
         plain, drafted = rows
-        expected = plain + drafted
-        slope = (self._costs.verify(expected + drafted) - self._costs.verify(expected)) / drafted
+        around = (drafted + 1) // 2
+        ends = (self._costs.verify(plain + drafted + sign * around) for sign in (1, -1))
+        slope = (next(ends) - next(ends)) / (2 * around)
         means = [self._survivals(belief) for belief in beliefs]
 
         def stop(request: int, confidence: float, k: int) -> bool:
             nonlocal going
-            survivals[request] *= self._correct(beliefs[request], k - 1, confidence)
+            survivals[request] *= self._corrected(beliefs[request], k - 1, confidence)
             if k < limits[request]:
                 next_one = survivals[request] * means[request][k] / means[request][k - 1]
                 # A step costs what it costs: the fewer still draft, the more each of them has to bring.
@@ -365,11 +369,3 @@ def _rooms(work: Sequence[Work], num_speculative_tokens: int) -> dict[int, int]:
         if item.sequence.decoding
     }
     return {index: room for index, room in rooms.items() if room}
-
-
-def _products(p: Sequence[float]) -> list[float]:
-    products, product = [], 1.0
-    for value in p:
-        product *= value
-        products.append(product)
-    return products

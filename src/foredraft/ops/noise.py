@@ -113,8 +113,8 @@ GUMBEL_MAX: Final = float(_gumbel_of(np.array([1 - 2.0**-33]))[0])
 def draw(scores: Row, seed: int, position: int, stream: Stream, token_ids: NDArray[np.int64] | None = None) -> int:
     """A draw from softmax(scores) as `gumbel_argmax` makes it by `gumbel`: an index into ``scores [n]``.
 
-    token_ids: [n], whose noise the scores get; 0 to n - 1 by default. Raises `RuntimeError` if the scores have no
-    finite maximum.
+    token_ids: [n], ascending, whose noise the scores get; 0 to n - 1 by default. Raises `RuntimeError` if the scores
+    have no finite maximum.
     """
     if scores.dtype == np.float32 and native.unavailable() is None:
         winner = native.gumbel_argmax(scores, seed, position, stream, token_ids)
