@@ -273,7 +273,7 @@ def check_case(
 
 @NATIVE_ONLY
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(backend=st.sampled_from(["none", "mxfp4"]), case=a_case(), workers=st.sampled_from([1, 1, 1, 1, 2, 3]))
 def test_each_request_is_as_if_alone(
     folders: Folders, variant: str, backend: str, case: dict[str, Any], workers: int

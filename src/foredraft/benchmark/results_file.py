@@ -52,7 +52,7 @@ def read_results(path: Path) -> Results:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a results file: {error}") from error
     runs = content.get("runs") if isinstance(content, dict) else None
     if not isinstance(runs, list) or not runs:

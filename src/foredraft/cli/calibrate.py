@@ -54,6 +54,7 @@ def calibrate(
     """
     if method == "none":
         raise UserError("--method none drafts nothing that could be calibrated")
+    options.check_folder(output)
     config = SpeculativeConfig(method, drafter)
     check_method(config)
     conversations = read_prompts(data)[:num_prompts]

@@ -20,7 +20,7 @@ def chat(
     model: options.Model,
     method: Annotated[
         str | None,
-        typer.Option(help="Drafting method: none or dflash. \\[default: dflash for the embedded model, else none]"),
+        typer.Option(help="Drafting method, or none. \\[default: dflash for the embedded model, else none]"),
     ] = None,
     drafter: options.Drafter = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from foredraft.cli import options
+from foredraft.config import SpeculativeConfig
+from foredraft.drafters import check_folder, check_method
 from foredraft.drafters.export import LAYOUTS, drafter_folder, load_portable, write_portable
 from foredraft.drafters.export_gguf import write_gguf
 from foredraft.drafters.storage import compact
@@ -42,7 +44,11 @@ def export(
     """
     messages = Console(stderr=True, soft_wrap=True, highlight=False)
     if layout == COMPACT:
-        compact(drafter_folder(model, method, drafter), output)
+        check_method(SpeculativeConfig(method))
+        folder = drafter_folder(model, method, drafter)
+        check_folder(folder, method)
+        _check_output(output, folder, layout)
+        compact(folder, output)
         messages.print(escape(_written(output, output / "model.safetensors", layout)))
         return
     if method not in LAYOUTS:
@@ -54,6 +60,7 @@ def export(
     if chosen == "gguf" and not source.is_file():
         raise UserError(f"--format gguf copies the tokenizer of the target's GGUF file, but {model} is a folder")
     folder = drafter_folder(model, method, drafter)
+    _check_output(output, folder, chosen)
     target = load_target(model, torch.bfloat16, kernels="pytorch").model
     portable = load_portable(method, folder, target)
     if chosen == "gguf":
@@ -67,6 +74,17 @@ def export(
         written = output / "model.safetensors"
     messages.print(escape(_written(output, written, chosen)))
     messages.print(escape(command))
+
+
+def _check_output(output: Path, folder: Path, layout: str) -> None:
+    if layout == "gguf":
+        if output.is_dir():
+            raise UserError(f"--output {output} is a folder; give a file name such as {output / 'drafter.gguf'}")
+        options.check_folder(output.parent)
+        return
+    if output.exists() and output.samefile(folder):
+        raise UserError(f"--output {output} is the drafter's own folder; name another")
+    options.check_folder(output)
 
 
 def _written(output: Path, weights: Path, layout: str) -> str:

@@ -1,6 +1,8 @@
 """Options that several commands share, and how they become a speculative config."""
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import torch
@@ -91,7 +93,7 @@ def speculation(
 
 def _count(text: str | None) -> int | str | None:
     """A number as such; all else is for the config to judge."""
-    return int(text) if text is not None and text.isdecimal() else text
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else text
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -102,6 +104,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError("--speculative-config must be a JSON object")
     return value
+
+
+def check_folder(path: Path, flag: str = "--output") -> None:
+    """Raise UserError, before any work, where ``path`` cannot be a folder to write to."""
+    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"{flag} {path}: {existing} is not a writable folder")
 
 
 def quantization(name: str) -> Quantization:

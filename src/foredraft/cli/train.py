@@ -1,5 +1,6 @@
 """foredraft train: a drafter for a target."""
 
+import math
 import os
 import signal
 from dataclasses import asdict
@@ -39,7 +40,7 @@ def train(
     answers_per_step: Annotated[int, typer.Option(help="Texts a step (and process).")] = 2,
     anchors: Annotated[int, typer.Option(help="Blocks a text and step.")] = 96,
     layers: Annotated[
-        int | None, typer.Option(help="Drafter depth. \\[default: the method's]", show_default=False)
+        int | None, typer.Option(min=1, help="Drafter depth. \\[default: the method's]", show_default=False)
     ] = None,
     draft_tokens: Annotated[
         str, typer.Option(help="Numbers of draft tokens trained, one drawn a step; the largest limits a block drafter.")
@@ -50,7 +51,7 @@ def train(
     ] = None,
     draft_vocab_size: Annotated[
         int | None,
-        typer.Option(help="Most frequent answer tokens the head predicts. \\[default: all]", show_default=False),
+        typer.Option(min=1, help="Most frequent answer tokens the head predicts. \\[default: all]", show_default=False),
     ] = None,
     gamma: Annotated[float, typer.Option(help="Loss weight exp(-(k-1)/gamma) of block position k.")] = 4.0,
     loss: Annotated[
@@ -61,16 +62,18 @@ def train(
             show_default=False,
         ),
     ] = None,
-    markov_rank: Annotated[int, typer.Option(help="Rank of dspark's Markov head.")] = 64,
+    markov_rank: Annotated[int, typer.Option(min=1, help="Rank of dspark's Markov head.")] = 64,
     markov_kind: Annotated[str, typer.Option(help="Kind of dspark's Markov head: vanilla, gated or rnn.")] = "vanilla",
     learning_rate: Annotated[float, typer.Option(help="At the plateau.")] = 1e-3,
     warmup: Annotated[int, typer.Option(help="Steps of rising learning rate.")] = 100,
     decay: Annotated[float, typer.Option(help="Last share of the steps, in which the learning rate falls to 0.")] = 0.3,
     max_prompt_tokens: Annotated[int, typer.Option(help="Texts with longer prompts are left out.")] = 512,
-    max_answer_tokens: Annotated[int, typer.Option(help="Answers are cut here.")] = 256,
-    held_out: Annotated[int, typer.Option(help="Texts kept for evaluation.")] = 64,
+    max_answer_tokens: Annotated[int, typer.Option(min=2, help="Answers are cut here.")] = 256,
+    held_out: Annotated[int, typer.Option(min=0, help="Texts kept for evaluation.")] = 64,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations and checkpoints.")] = 500,
-    feature_cache_gb: Annotated[float, typer.Option(help="Memory for features of texts seen before.")] = 4.0,
+    feature_cache_gb: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Memory for features of texts seen before.")
+    ] = 4.0,
     feature_dir: Annotated[
         Path | None,
         typer.Option(help="Keep the target's features on disk, for several runs over the same texts."),
@@ -94,7 +97,12 @@ def train(
     """
     if method not in OBJECTIVES:
         raise UserError(f"method {method!r} cannot be trained; known: {', '.join(OBJECTIVES)}")
+    options.check_folder(output)
+    if feature_dir is not None:
+        options.check_folder(feature_dir, "--feature-dir")
     known = OBJECTIVES[method]
+    if math.isnan(feature_cache_gb):
+        raise UserError("--feature-cache-gb is nan, expected a number")
     config = TrainConfig(
         steps=steps,
         answers_per_step=answers_per_step,
@@ -127,6 +135,7 @@ def train(
         mixture=_mixture(loss) if loss else known.mixture,
         anchors=anchors,
     )
+    recipe.check(base)
     objective = known.build(
         target.model, recipe, Start(init, vocab, train_set[0].tokens, markov_rank, _kind(markov_kind))
     )

@@ -61,7 +61,7 @@ def load_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     check_method(config)
     folder = _folder(config, target)
     if folder is not None:
-        _check_folder(folder, config.method)
+        check_folder(folder, config.method)
     drafter = METHODS[config.method](folder, target)
     wanted = config.num_speculative_tokens
     if isinstance(wanted, int) and wanted > drafter.max_tokens:
@@ -96,7 +96,7 @@ def _folder(config: SpeculativeConfig, target: Target) -> Path | None:
     raise UserError(f"no drafter ships for {target.name}; name one with `model` in the speculative config (--drafter)")
 
 
-def _check_folder(folder: Path, method: str) -> None:
+def check_folder(folder: Path, method: str) -> None:
     """Raise UserError where the folder holds a drafter of another method."""
     if METHODS[method].load is None:
         if not (folder / CALIBRATION_FILE).is_file():

@@ -67,12 +67,14 @@ class Calibration:
             lists = ("temperatures", "offsets", "error_before", "error_after")
             columns = {name: tuple(float(value) for value in raw[name]) for name in lists}
             loaded = cls(**columns, rounds=int(raw["rounds"]), source=str(raw["source"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(
                 f"{file} is not a calibration ({error!r}); write it again with foredraft calibrate"
             ) from error
         if not loaded.temperatures or len(loaded.temperatures) != len(loaded.offsets) or min(loaded.temperatures) <= 0:
             raise UserError(f"{file}: temperatures must be above 0, and as many as offsets")
+        if not all(map(math.isfinite, loaded.temperatures + loaded.offsets)):
+            raise UserError(f"{file}: temperatures and offsets must be finite; write it again with foredraft calibrate")
         return loaded
 
     def save(self, folder: Path) -> None:

@@ -42,14 +42,14 @@ def load_examples(
                 messages = record["messages"]
                 answer = tuple(int(token) for token in record["token_ids"][:max_answer_tokens])
                 prompt = tuple(tokenizer.encode_chat(messages[:-1], add_generation_prompt=True))
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+                temperature = float(record.get("temperature", 0.0))
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
                 raise UserError(
                     f"{file}, line {number}: expected an object with `messages` and `token_ids` ({error!r})"
                 ) from error
-            if answer and max(answer) >= tokenizer.vocab_size:
+            if answer and not 0 <= min(answer) <= max(answer) < tokenizer.vocab_size:
                 raise UserError(f"{file}, line {number}: token ids of another vocabulary")
             if len(answer) >= 2 and len(prompt) <= max_prompt_tokens:
-                temperature = float(record.get("temperature", 0.0))
                 examples.append(Example(prompt, answer, temperature, str(record.get("source", file.name))))
     if not examples:
         raise UserError(f"no usable examples in {', '.join(map(str, files))}")

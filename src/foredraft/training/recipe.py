@@ -1,5 +1,6 @@
 """What is chosen before training, and what every method's objective needs of the target."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,6 +36,24 @@ class Recipe:
     mixture: Mixture
     anchors: int
     evaluation_drafts: int = 7
+
+    def check(self, target: ModelConfig) -> None:
+        """Raise UserError unless a drafter of a target of that shape can be trained so."""
+        if not 1 <= self.layers < target.num_layers:
+            raise UserError(f"layers is {self.layers}, expected 1 to {target.num_layers - 1} for this target")
+        if not self.drafts or min(self.drafts) < 1:
+            raise UserError(f"draft tokens are {list(self.drafts)}, expected integers of at least 1")
+        if not all(0 <= tap < target.num_layers for tap in self.taps):
+            raise UserError(f"taps are {list(self.taps)}, expected layers of the target, 0 to {target.num_layers - 1}")
+        if not self.gamma > 0:
+            raise UserError(f"gamma is {self.gamma}, expected a number above 0")
+        if self.anchors < 1:
+            raise UserError(f"anchors is {self.anchors}, expected at least 1")
+        parts = (self.mixture.token, self.mixture.target, self.mixture.distance)
+        if not all(0 <= part < math.inf for part in parts) or not any(parts):
+            raise UserError(
+                f"the weights of the loss are {list(parts)}, expected numbers of at least 0, not all of them 0"
+            )
 
     def draw_drafts(self, generator: torch.Generator) -> int:
         return self.drafts[int(torch.randint(len(self.drafts), (), generator=generator))]

@@ -40,7 +40,7 @@ def read_prompts(file: Path) -> list[Conversation]:
         if line.strip():
             try:
                 conversations.append(_conversation(json.loads(line), file.stem))
-            except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{file}, line {number}: expected an object with `turns`, `prompt` or `messages` ({error!r})"
                 ) from error

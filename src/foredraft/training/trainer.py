@@ -1,6 +1,7 @@
 """One training loop for every drafting method: the target is frozen, the method brings its loss."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,17 @@ class TrainConfig:
     seed: int = 0
     evaluate_every: int = 500
     checkpoint_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "answers_per_step", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.warmup < 0:
+            raise UserError(f"warmup is {self.warmup}, expected at least 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise UserError(f"learning_rate is {self.learning_rate}, expected a number above 0")
+        if not 0 <= self.decay <= 1:
+            raise UserError(f"decay is {self.decay}, expected a share, 0 to 1")
 
 
 @dataclass(frozen=True)
