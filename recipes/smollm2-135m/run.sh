@@ -35,7 +35,8 @@ train() {
 # The five see the same texts in the same order, and share the target's features on disk.
 shared=(--data "$out/mix.jsonl" --feature-dir "$out/features" --feature-taps 1,10,19,26,28,29)
 
-for method in ${METHODS:-dflash dspark eagle3 mtp gemma4_mtp}; do
+for method in ${METHODS:-dflash dspark mtp eagle3 gemma4_mtp}; do
+    steps=2200
     case $method in
     dflash)
         train dflash --data "$answers" --data "$out/first.jsonl" --output "$out/dflash-first" \
@@ -46,10 +47,20 @@ for method in ${METHODS:-dflash dspark eagle3 mtp gemma4_mtp}; do
             --learning-rate 6e-4 --warmup 40 --decay 1.0 --steps 1200 --evaluate-every 300
         ;;
     dspark)
-        train dspark "${shared[@]}" --output "$out/dspark" --init "$out/dflash" --markov-rank 64 ;;
-    eagle3)
-        train eagle3 "${shared[@]}" --output "$out/eagle3" --taps 1,19,28 ;;
+        train dspark "${shared[@]}" --output "$out/dspark" --init "$out/dflash" --markov-rank 64 \
+            --draft-tokens 3,5,7,7,8 --learning-rate 1e-3 --warmup 60 --decay 0.6 --steps 2000 --evaluate-every 400
+        ;;
     *)
-        train "$method" "${shared[@]}" --output "$out/$method" ;;
+        [ "$method" = gemma4_mtp ] && steps=1800
+        taps=$([ "$method" = eagle3 ] && echo --taps 1,19,28 || true)
+        train "$method" "${shared[@]}" --output "$out/$method" $taps --draft-tokens 5,7,7 --loss 0.5,0.5,0 \
+            --learning-rate 1e-3 --warmup 100 --decay 0.6 --steps "$steps" --evaluate-every 300
+        ;;
     esac
+    # What ships: in 8 bits, calibrated on prompts that nobody was trained on.
+    foredraft export smollm2-135m --method "$method" --drafter "$out/$method" --format compact \
+        --output "$out/shipped/$method-smollm2-135m"
+    tail -n 240 "$out/second-all-prompts.jsonl" > "$out/calibration-prompts.jsonl"
+    foredraft calibrate smollm2-135m --method "$method" --drafter "$out/shipped/$method-smollm2-135m" \
+        --data "$out/calibration-prompts.jsonl" --num-prompts 60 --output "$out/shipped/$method-smollm2-135m"
 done

@@ -109,7 +109,11 @@ def test_it_is_stored_beside_the_drafter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"temperatures": []}, {"temperatures": [0.0, 1.0]}, {"offsets": [0.0]}, {"rounds": "many"}, {"source": ...}],
+    [
+        *({"temperatures": []}, {"temperatures": [0.0, 1.0]}, {"offsets": [0.0]}, {"rounds": "many"}, {"source": ...}),
+        *({"temperatures": [math.nan, 1.0]}, {"offsets": [0.0, math.inf]}, {"rounds": math.inf}),
+        {"offsets": [0.0, 10**400]},
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     Calibration((1.5, 2.0), (0.0, -0.5)).save(tmp_path)

@@ -49,6 +49,8 @@ def test_gzip_and_several_files(tmp_path):
         ("{broken", "line 1"),
         ('{"messages": []}', "token_ids"),
         (json.dumps(record(answer=[1, 999])), "another vocabulary"),
+        (json.dumps(record(answer=[1, -1])), "another vocabulary"),
+        (json.dumps(record(answer=[1, 2]) | {"temperature": "warm"}), "line 1"),
         ("", "no usable examples"),
     ],
 )

@@ -144,3 +144,37 @@ def test_dspark_needs_a_distance(tmp_path):
     start = initial_dflash(target, PLAIN, None, list(range(20)))
     with pytest.raises(UserError, match="confidence"):
         DSparkObjective(target, *initial_dspark(start, PLAIN, 4), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"layers": SHAPE.num_layers}, "layers"),
+        ({"drafts": (0,)}, "draft tokens"),
+        ({"taps": (0, SHAPE.num_layers)}, "taps"),
+        ({"taps": (-1,)}, "taps"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"gamma": float("nan")}, "gamma"),
+        ({"anchors": 0}, "anchors"),
+        ({"mixture": Mixture(0, 0, 0)}, "loss"),
+        ({"mixture": Mixture(float("nan"))}, "loss"),
+    ],
+)
+def test_recipes_that_nothing_comes_of(changes, says):
+    RECIPE.check(SHAPE)
+    with pytest.raises(UserError, match=says):
+        replace(RECIPE, **changes).check(SHAPE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"steps": 0}, {"answers_per_step": 0}, {"evaluate_every": 0}, {"warmup": -1}),
+        *({"learning_rate": 0.0}, {"learning_rate": float("nan")}, {"decay": 2.0}, {"decay": float("nan")}),
+    ],
+)
+def test_settings_that_nothing_comes_of(changes):
+    (name,) = changes
+    with pytest.raises(UserError, match=name):
+        TrainConfig(**{"steps": 5} | changes)

@@ -94,7 +94,9 @@ def test_prompt_files(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"other": 1}', '{"turns": []}', '{"turns": [3]}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "5", '{"other": 1}', '{"turns": []}', '{"turns": [3]}', '{"messages": []}']
+)
 def test_bad_prompt_files_are_refused(tmp_path, content):
     file = tmp_path / "bad.jsonl"
     file.write_text(content)

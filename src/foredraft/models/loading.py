@@ -70,6 +70,7 @@ def load_target(
     """
     if quantization not in PRECISIONS:
         raise UserError(f"quantization is {quantization!r}, expected one of {', '.join(PRECISIONS)}")
+    _check_device(device)
     ops = operations(kernels, dtype, device)
     path = resolve(name)
     if path.is_file():
@@ -84,6 +85,14 @@ def load_target(
         if quantization == "none" and _layout(path) is not None:
             quantization = "mxfp4"
     return Target(name, DecoderModel(config, weights, ops, PRECISIONS[quantization]), tokenizer, quantization)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device is {device!r}, which PyTorch cannot use here: {reason}") from error
 
 
 def resolve(name: str) -> Path:

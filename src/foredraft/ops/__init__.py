@@ -58,11 +58,10 @@ def operations(kernels: Kernels, dtype: torch.dtype, device: str) -> Operations:
     """The implementation that ``kernels`` names.
 
     auto: native for bfloat16 on a CPU, PyTorch for all else, and with a word where the native library is missing.
-    Raises UserError for an unknown name or device, or for native where it cannot run.
+    Raises UserError for an unknown name, or for native where it cannot run.
     """
     if kernels not in get_args(Kernels):
         raise UserError(f"kernels is {kernels!r}, expected one of {', '.join(get_args(Kernels))}")
-    _check_device(device)
     fits = torch.device(device).type == "cpu" and dtype == torch.bfloat16
     if kernels == "pytorch" or (kernels == "auto" and not fits):
         return REFERENCE
@@ -75,15 +74,6 @@ def operations(kernels: Kernels, dtype: torch.dtype, device: str) -> Operations:
         raise UserError(missing)
     _say_once(f"{missing}; running on PyTorch, which is slower and not bit-exact")
     return REFERENCE
-
-
-@cache
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device is {device!r}, which PyTorch cannot use here: {reason}") from error
 
 
 @cache
