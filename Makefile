@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
 
 # The native kernels once more, as processors without AVX-512 run them.
-NATIVE_TESTS := tests/ops/test_native.py tests/models/test_native_decoder.py tests/engine/test_native_exactness.py
+NATIVE_TESTS := tests/ops/test_native.py tests/models/test_native_decoder.py tests/engine/test_native_exactness.py tests/engine/test_native_methods.py
 ISAS := $(if $(shell grep -l avx2 /proc/cpuinfo 2>/dev/null),avx2) portable
 
 test-isa: $(VENV)/installed-dev

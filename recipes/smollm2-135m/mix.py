@@ -1,6 +1,6 @@
 """Answers to train on: a random part of a large file, and all of some small ones.
 
-    mix.py OUTPUT COUNT LARGE.jsonl[.gz] SMALL.jsonl ...
+mix.py OUTPUT COUNT LARGE.jsonl[.gz] SMALL.jsonl ...
 """
 
 import gzip
