@@ -47,7 +47,7 @@ def interpret_triton() -> None:
     """Let vLLM take Triton's interpreter for a CPU backend.
 
     Its second model runner, the only one that knows DSpark, is written in Triton kernels; for those vLLM wants
-    triton-cpu, which no package registry has. The interpreter runs them in NumPy: slow, and exact.
+    triton-cpu, which we found on no package registry. The interpreter runs them in NumPy: slow, and exact.
     """
     from triton.backends import backends
 
