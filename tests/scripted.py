@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
-from foredraft.engine.costs import CostCurve, Costs, DraftCost
+from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts
 from foredraft.engine.sampler import History, TokenLogprobs, sample_rows, token_logprobs
 from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.loading import Target
@@ -106,10 +106,10 @@ def hostile(
 
 
 @st.composite
-def some_costs(draw: st.DrawFn) -> Costs:
+def some_costs(draw: st.DrawFn) -> FixedCosts:
     """Of machines on which drafting pays always, never, or now and then."""
     curve = CostCurve.through({rows: draw(st.floats(0.1, 3)) for rows in (1, 2, 4, 8, 40)})
-    return Costs(curve, DraftCost(*(draw(st.sampled_from([0.0, 0.01, 0.3])) for _ in range(4))))
+    return FixedCosts(curve, DraftCost(*(draw(st.sampled_from([0.0, 0.01, 0.3])) for _ in range(4))))
 
 
 @dataclass(frozen=True)

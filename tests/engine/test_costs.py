@@ -1,6 +1,8 @@
 """Cost curves by hand, and measuring that leaves no trace."""
 
 import logging
+import math
+import random
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -11,7 +13,7 @@ from scripted import PlainDecoder, ScriptedDrafter
 from tiny import tiny_target
 
 from foredraft.config import EngineConfig
-from foredraft.engine.costs import CostCurve, DraftCost, measure
+from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts, LiveCosts, measure
 from foredraft.engine.engine import Engine
 from foredraft.sampling_params import SamplingParams
 
@@ -45,6 +47,62 @@ def test_drafting_costs_are_a_plane_of_their_corners(sequences: int, tokens: int
         for length in {1, tokens}:
             assert cost(count, length) == pytest.approx(true(count, length))
     assert cost.step(1) == pytest.approx(0.2 if tokens > 1 else 0)
+
+
+def live() -> LiveCosts:
+    return LiveCosts(FixedCosts(CostCurve.through({1: 4.0, 2: 4.4, 4: 5.0, 8: 7.0}), DraftCost(0.2, 0.5, 0.1, 0.05)))
+
+
+def test_a_draft_costs_its_steps() -> None:
+    # Fixed 0.2 + 2 * 0.1; steps of three, two and one sequence.
+    assert live().draft.of([3, 1, 2]) == pytest.approx(0.4 + 0.6 + 0.55 + 0.5)
+    assert live().draft.of([0]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_costs_follow_a_machine_that_changes(factor: float) -> None:
+    costs, rng = live(), random.Random(2)
+    true = live()
+
+    def seen(seconds: float) -> float:
+        # One time in fifty the process pauses.
+        return factor * seconds * math.exp(rng.gauss(0, 0.1)) + (100 if rng.random() < 0.02 else 0)
+
+    for index in range(400):
+        rows = (1, 2, 3, 4)[index % 4]
+        costs.verified(rows, seen(true.verify(rows)))
+        costs.drafted([rows], seen(true.draft.of([rows])))
+    for rows in (1, 2, 3, 4):
+        assert costs.verify(rows) == pytest.approx(factor * true.verify(rows), rel=0.1)
+    # A size that did not occur changes with the others.
+    assert costs.verify(8) == pytest.approx(factor * true.verify(8), rel=0.15)
+    assert costs.draft(2, 3) == pytest.approx(factor * true.draft(2, 3), rel=0.1)
+
+
+def test_one_size_that_is_dearer_than_measured() -> None:
+    costs = live()
+    for rows in (1, 4) * 300:
+        costs.verified(rows, {1: 4.0, 4: 7.5}[rows])
+    assert costs.verify(1) == pytest.approx(4.0, rel=0.03) and costs.verify(4) == pytest.approx(7.5, rel=0.03)
+    assert costs.verify(8) >= costs.verify(4)
+
+
+def test_a_pass_larger_than_any_measured_becomes_a_point() -> None:
+    costs = live()
+    costs.verified(100, 20.0)
+    assert costs.verify(100) == pytest.approx(20.0) and costs.verify.rows[-1] == 100
+    assert costs.verify(8) == pytest.approx(7.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0, 1e6)), max_size=30))
+def test_no_times_break_the_costs(times: list[tuple[int, float]]) -> None:
+    costs = live()
+    for rows, seconds in times:
+        costs.verified(rows, seconds)
+        costs.drafted([rows, 1], seconds)
+    values = [costs.verify(rows) for rows in range(1, 60)]
+    assert all(0 < before <= after * (1 + 1e-12) for before, after in pairwise(values)) and math.isfinite(values[-1])
+    assert 0 < costs.draft(2, 5) < math.inf
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

@@ -19,7 +19,7 @@ from foredraft.config import AcceptanceRule, EngineConfig, NumSpeculativeTokens
 from foredraft.drafters.base import Drafter, DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
 from foredraft.drafters.picking import Draft, DraftVocabulary, pick
-from foredraft.engine.costs import CostCurve, Costs, DraftCost
+from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts
 from foredraft.engine.engine import Engine
 from foredraft.engine.sequence import Sequence as Running
 from foredraft.errors import UserError
@@ -134,7 +134,7 @@ class TableDrafter(SamplingDrafter):
 
 
 # A token is worth verifying where it is kept in some 6 of 100 rounds, which for the second ones is now and then.
-SELECTIVE = Costs(CostCurve((1, 2), (1.001, 1.002)), DraftCost(0.001, 0.0001))
+SELECTIVE = FixedCosts(CostCurve((1, 2), (1.001, 1.002)), DraftCost(0.001, 0.0001))
 DRAFTERS: dict[str, tuple[Callable[[], Drafter], NumSpeculativeTokens]] = {
     "greedy": (lambda: SamplingDrafter(True), 2),
     "independent": (lambda: SamplingDrafter(False), 2),

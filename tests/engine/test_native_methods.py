@@ -37,7 +37,7 @@ from foredraft.drafters import METHODS
 from foredraft.drafters.base import Drafter, DraftRequest, Proposal, ReadsTargetCache, Stop
 from foredraft.drafters.calibration import Calibration
 from foredraft.drafters.picking import Draft, DraftVocabulary, pick
-from foredraft.engine.costs import CostCurve, Costs, DraftCost
+from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts
 from foredraft.engine.engine import Engine
 from foredraft.engine.sequence import Acceptance
 from foredraft.engine.sequence import Sequence as Running
@@ -79,7 +79,7 @@ MAKERS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, T
     "dflash": (dflash_json, dflash_tensors),
     "dspark": (dspark_json, dspark_tensors),
 }
-CHEAP_DRAFTS = Costs(CostCurve((1, 40), (1.0, 1.1)), DraftCost(0.01, 0.01))
+CHEAP_DRAFTS = FixedCosts(CostCurve((1, 40), (1.0, 1.1)), DraftCost(0.01, 0.01))
 
 Folders = Mapping[str, Path | None]
 
@@ -205,7 +205,7 @@ def engine_of(
     target: Target,
     drafter: Drafter,
     count: NumSpeculativeTokens,
-    costs: Costs | None = None,
+    costs: FixedCosts | None = None,
     rule: AcceptanceRule = "exact",
     **settings: Any,
 ) -> Engine:
@@ -260,7 +260,7 @@ def check_case(
     requests: Sequence[Request],
     limits: Mapping[str, Any],
     count: NumSpeculativeTokens,
-    costs: Costs,
+    costs: FixedCosts,
     share: float,
 ) -> None:
     target, expected = target_of(backend), alone(backend, requests)

@@ -181,9 +181,7 @@ class AutoBudget:
 
     def __init__(self, costs: Costs, max_tokens: int, look_ahead: bool) -> None:
         self.stop: Stop | None = None
-        # Asked for the same few numbers over and over.
-        self._verify, self._draft, self._step = cache(costs.verify), cache(costs.draft), cache(costs.draft.step)
-        self._affordable = _affordable(costs.draft, max_tokens)
+        self._costs = costs
         self._max_tokens = max_tokens
         self._look_ahead = look_ahead
         self._shared = Offset(1.0, 0.005)
@@ -194,8 +192,17 @@ class AutoBudget:
         self._round = self._last_try = 0
         self._trying: Running | None = None
         self._spent = 0.0
+        self._confident = True
+        self._ask()
+
+    def _ask(self) -> None:
+        """Costs as they are now; a round asks for the same few numbers over and over."""
+        draft = self._costs.draft
+        self._verify, self._draft, self._step = cache(self._costs.verify), cache(draft), cache(draft.step)
+        self._affordable = _affordable(draft, self._max_tokens)
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
+        self._ask()
         self._round += 1
         self._trying = self.stop = None
         rooms = _rooms(work, self._max_tokens)
@@ -229,6 +236,7 @@ class AutoBudget:
             belief = self._beliefs[work[index].sequence]
             draft = proposals[index]
             # Without confidences, what became of earlier tokens is all there is to go by.
+            self._confident &= draft.confidences is not None or not draft.token_ids
             belief.confidences = draft.confidences or (FIRST_GUESS,) * len(draft.token_ids)
             corrected = (self._corrected(belief, k, raw) for k, raw in enumerate(belief.confidences))
             survivals.append(list(accumulate(corrected, mul)))
@@ -313,7 +321,9 @@ class AutoBudget:
 
     def _worth_drafting(self, expected: Sequence[Sequence[float]], longest: int, rate: float) -> int:
         """How far to draft: further than is verified on average, as long as a token that a good round would verify is
-        likely enough for what it costs to draft."""
+        likely enough for what it costs to draft. Without confidences no round shows to be good."""
+        if not self._confident:
+            return longest
         price = rate * self._step(max(1, len(expected)))
         while longest < self._max_tokens and sum(own[longest] for own in expected if len(own) > longest) > 2 * price:
             longest += 1

@@ -1,12 +1,14 @@
-"""What passes of the target and drafting cost on this machine, measured before the first request."""
+"""What passes of the target and drafting cost on this machine: measured before the first request, then followed."""
 
 import logging
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -65,6 +67,11 @@ class DraftCost:
         """Seconds of one more token for each sequence."""
         return self.token + (sequences - 1) * self.token_more
 
+    def of(self, lengths: Sequence[int]) -> float:
+        """Seconds of a round in which each sequence drafts its own number of tokens."""
+        steps = (self.step(sum(length > k for length in lengths)) for k in range(max(lengths)))
+        return self(len(lengths), 0) + sum(steps)
+
     @classmethod
     def through(cls, measured: Callable[[int, int], float], sequences: int, tokens: int) -> "DraftCost":
         """From the corners of 1 to ``sequences`` sequences and 1 to ``tokens`` tokens."""
@@ -77,19 +84,110 @@ class DraftCost:
         more = sequences - 1
         return cls(fixed, token, max(0.0, fixed_many - fixed) / more, max(0.0, token_many - token) / more)
 
+    def times(self, factor: float) -> "DraftCost":
+        return DraftCost(self.fixed * factor, self.token * factor, self.fixed_more * factor, self.token_more * factor)
+
+
+class Costs(Protocol):
+    """What rounds cost; asked anew in every round."""
+
+    @property
+    def verify(self) -> CostCurve: ...
+
+    @property
+    def draft(self) -> DraftCost: ...
+
 
 @dataclass(frozen=True)
-class Costs:
+class FixedCosts:
     verify: CostCurve
     draft: DraftCost
 
 
+NOISE = 0.02
+"""Variance of the logarithm of one time against its model: 14 %."""
+SURPRISE = 0.4
+"""The most that one time may differ from what was expected, as a logarithm: a pause of the process is no news."""
+BEYOND = 1.5
+"""A pass with this many times the rows of the largest measured becomes a point of the curve."""
+
+
+@dataclass
+class Factor:
+    """A correction on the logarithm of a cost: a normal belief whose variance never falls below ``least``."""
+
+    variance: float
+    least: float
+    mean: float = 0.0
+
+
+class LiveCosts:
+    """Costs as measured at the start, corrected by what rounds take: contexts grow, clocks and neighbours change.
+
+    A pass has a factor for all numbers of rows and one for each measured number, shared by the numbers in between;
+    drafting has one. All are followed by a Kalman filter on logarithms.
+    """
+
+    def __init__(self, measured: FixedCosts) -> None:
+        self.verify, self.draft = measured.verify, measured.draft
+        self._rows, self._seconds = list(measured.verify.rows), list(measured.verify.seconds)
+        self._drafting = measured.draft
+        self._all = Factor(0.05, 0.001)
+        self._own = [Factor(0.005, 0.0002) for _ in self._rows]
+        self._draft = Factor(0.05, 0.001)
+
+    def verified(self, rows: int, seconds: float) -> None:
+        """A pass of the target with ``rows`` rows took ``seconds``."""
+        if seconds <= 0:
+            return
+        if rows >= BEYOND * self._rows[-1]:
+            self._rows.append(rows)
+            self._seconds.append(max(seconds / math.exp(self._all.mean), self._seconds[-1]))
+            self._own.append(Factor(0.005, 0.0002))
+        else:
+            _follow([(self._all, 1.0), *self._near(rows)], seconds / self.verify(rows))
+        factors = [math.exp(self._all.mean + own.mean) for own in self._own]
+        self.verify = CostCurve.through(
+            {count: value * factor for count, value, factor in zip(self._rows, self._seconds, factors, strict=True)}
+        )
+
+    def drafted(self, lengths: Sequence[int], seconds: float) -> None:
+        """Drafting these numbers of tokens, one for each sequence, took ``seconds``."""
+        expected = self.draft.of(lengths)
+        if seconds > 0 and expected > 0:
+            _follow([(self._draft, 1.0)], seconds / expected)
+            self.draft = self._drafting.times(math.exp(self._draft.mean))
+
+    def _near(self, rows: int) -> list[tuple[Factor, float]]:
+        """The factors of the measured points around ``rows``, with their shares."""
+        right = bisect_left(self._rows, rows)
+        if right == len(self._rows):
+            return [(self._own[-1], 1.0)]
+        if right == 0 or self._rows[right] == rows:
+            return [(self._own[right], 1.0)]
+        share = (rows - self._rows[right - 1]) / (self._rows[right] - self._rows[right - 1])
+        return [(self._own[right - 1], 1 - share), (self._own[right], share)]
+
+
+def _follow(factors: Sequence[tuple[Factor, float]], ratio: float) -> None:
+    """One step of the filter. factors: with their shares in the logarithm of what was seen. ratio: seen to expected."""
+    seen = math.log(ratio)
+    surprise = min(SURPRISE, max(-SURPRISE, seen))
+    spread = NOISE + sum(share * share * factor.variance for factor, share in factors)
+    for factor, share in factors:
+        gain = factor.variance * share / spread
+        factor.mean += gain * surprise
+        if surprise == seen:
+            factor.variance = max(factor.least, factor.variance * (1 - gain * share))
+
+
 def measure(
     target: DecoderModel, cache: Cache, drafter: Drafter, max_len: int, max_num_seqs: int, max_tokens: int
-) -> Costs:
+) -> FixedCosts:
     """Run target and drafter on made-up tokens in the first slots of their caches, which are left empty.
 
-    max_tokens: the most draft tokens of a round.
+    max_tokens: the most draft tokens of a round. Before drafting is timed, the target runs, as it does in every round:
+    what it leaves in the processor's caches is not the drafter.
     """
     began = perf_counter()
     slots = min(SLOTS, max_num_seqs)
@@ -108,9 +206,11 @@ def measure(
         passed = flat_batch(own, [context] * sequences, range(sequences), device=target.device)
         return _median(lambda: target.forward(passed, cache, drafter.taps), target.device)
 
+    one = flat_batch([[0]], [context], [0], device=target.device)
+
     def draft(sequences: int, count: int) -> float:
         requests = [DraftRequest(slot, 0, context) for slot in range(sequences)]
-        return _median(lambda: drafter.propose(requests, count), target.device)
+        return _median(lambda: drafter.propose(requests, count), target.device, lambda: target.forward(one, cache))
 
     drafting = DraftCost.through(draft, slots, max_tokens)
     measured: dict[int, float] = {}
@@ -121,7 +221,7 @@ def measure(
     for slot in range(slots):
         cache.release(slot)
         drafter.release(slot)
-    costs = Costs(CostCurve.through(measured), drafting)
+    costs = FixedCosts(CostCurve.through(measured), drafting)
     _say(costs, perf_counter() - began, max_tokens)
     return costs
 
@@ -132,10 +232,14 @@ def _sizes(max_tokens: int, most: int) -> Iterator[int]:
     yield from dict.fromkeys((*first, *(rows for rows in ROWS if rows <= most)))
 
 
-def _median(run: Callable[[], object], device: torch.device) -> float:
+def _median(run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None) -> float:
     run()
     times = []
     for _ in range(REPEATS):
+        if before:
+            before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         begin = perf_counter()
         run()
         if device.type == "cuda":
@@ -152,7 +256,7 @@ def _line(at_one: float, at_most: float | None, most: int) -> tuple[float, float
     return max(0.0, at_one - slope), slope
 
 
-def _say(costs: Costs, seconds: float, max_tokens: int) -> None:
+def _say(costs: FixedCosts, seconds: float, max_tokens: int) -> None:
     logging.getLogger("foredraft").info(
         "measured costs in %.1f s: a pass takes %.2f ms with 1 row and %.2f ms with %d; drafting %d tokens %.2f ms",
         seconds,

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence as Ids
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from foredraft.drafters.calibration import Round
 from foredraft.engine import acceptance
 from foredraft.engine.acceptance import Verdict
 from foredraft.engine.budget import AutoBudget, Budget, FixedBudget
-from foredraft.engine.costs import Costs, measure
+from foredraft.engine.costs import Costs, LiveCosts, measure
 from foredraft.engine.sampler import greedy_rows, is_plain_greedy, sample_rows, token_logprobs
 from foredraft.engine.scheduler import Scheduler, Work
 from foredraft.engine.sequence import Sequence
@@ -29,9 +30,9 @@ NOTHING = Proposal(())
 class Engine:
     """Runs sequences on a target, with a drafter or without.
 
-    num_speculative_tokens: N, or auto, which measures costs first unless ``costs`` gives them. acceptance_rule: see
-    ``SpeculativeConfig``. eos_token_ids: tokens that end a sequence; the tokenizer, when there is one, turns output
-    into text.
+    num_speculative_tokens: N, or auto, which measures costs first, and follows them, unless ``costs`` gives them.
+    acceptance_rule: see ``SpeculativeConfig``. eos_token_ids: tokens that end a sequence; the tokenizer, when there is
+    one, turns output into text.
 
     timings: where the time went. rounds: None; a list that somebody puts there gets one entry for each proposal.
     """
@@ -71,6 +72,7 @@ class Engine:
         self.rounds: list[Round] | None = None
         if isinstance(drafter, ReadsTargetCache):
             drafter.attach(self._cache)
+        self._live: LiveCosts | None = None
         self._budget = self._make_budget(num_speculative_tokens, costs)
 
     def _make_budget(self, num_speculative_tokens: NumSpeculativeTokens, costs: Costs | None) -> Budget:
@@ -81,9 +83,10 @@ class Engine:
         most = self._drafter.max_tokens
         if costs is None:
             with torch.inference_mode():
-                costs = measure(
+                measured = measure(
                     self._target, self._cache, self._drafter, self.max_model_len, self._config.max_num_seqs, most
                 )
+            costs = self._live = LiveCosts(measured)
         return AutoBudget(costs, most, look_ahead=self._rule == "exact")
 
     @property
@@ -142,6 +145,8 @@ class Engine:
             )
             output = self._target.forward(batch, self._cache, self._taps)
             verdicts = self._judge(work, proposals, output.logits)
+        if self._live:
+            self._live.verified(sum(batch.counts), self.timings.last["verify"])
         kept = [
             self._commit(item, draft, verdict) for item, draft, verdict in zip(work, proposals, verdicts, strict=True)
         ]
@@ -160,7 +165,11 @@ class Engine:
         if not planned or self._drafter is None:
             return proposals
         requests = [self._request(work[index].sequence) for index in planned]
+        begin = perf_counter()
         proposed = self._drafter.propose(requests, max(planned.values()), self._budget.stop)
+        lengths = [len(proposal.token_ids) for proposal in proposed]
+        if self._live and any(lengths):
+            self._live.drafted(lengths, perf_counter() - begin)
         for (index, limit), proposal in zip(planned.items(), proposed, strict=True):
             proposals[index] = proposal.first(limit)
         return self._budget.trim(work, proposals)

@@ -17,15 +17,17 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Timings:
     """Seconds spent in each phase since the engine was made, and how often it came there.
 
-    Totals only, so that it stays as small however long the engine runs. Single rounds are differences of totals.
+    Totals, and the last time of each phase, so that it stays as small however long the engine runs.
     """
 
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     counts: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    last: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, phase: Phase, seconds: float) -> None:
         self.seconds[phase] += seconds
         self.counts[phase] += 1
+        self.last[phase] = seconds
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
