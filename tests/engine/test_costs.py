@@ -90,6 +90,7 @@ def test_one_size_that_is_dearer_than_measured() -> None:
 def test_a_pass_larger_than_any_measured_becomes_a_point() -> None:
     costs = live()
     costs.verified(100, 20.0)
+    costs.verified(100, 20.0)
     assert costs.verify(100) == pytest.approx(20.0) and costs.verify.rows[-1] == 100
     assert costs.verify(8) == pytest.approx(7.0)
 

@@ -196,13 +196,15 @@ class AutoBudget:
         self._ask()
 
     def _ask(self) -> None:
-        """Costs as they are now; a round asks for the same few numbers over and over."""
+        """Costs as they are now; rounds ask for the same few numbers over and over."""
+        self._asked = self._costs.verify
         draft = self._costs.draft
-        self._verify, self._draft, self._step = cache(self._costs.verify), cache(draft), cache(draft.step)
+        self._verify, self._draft, self._step = cache(self._asked), cache(draft), cache(draft.step)
         self._affordable = _affordable(draft, self._max_tokens)
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
-        self._ask()
+        if self._costs.verify is not self._asked:
+            self._ask()
         self._round += 1
         self._trying = self.stop = None
         rooms = _rooms(work, self._max_tokens)

@@ -111,6 +111,9 @@ SURPRISE = 0.4
 BEYOND = 1.5
 """A pass with this many times the rows of the largest measured becomes a point of the curve."""
 
+EVERY = 8
+"""Passes after which corrections are published: a decision is made in microseconds, so they must be few."""
+
 
 @dataclass
 class Factor:
@@ -121,63 +124,73 @@ class Factor:
     mean: float = 0.0
 
 
+FREE, TIED = (0.05, 0.001), (0.005, 0.0002)
+"""Variances, before the first time and at least, of a factor that stands alone and of one that adds to another."""
+
+
 class LiveCosts:
     """Costs as measured at the start, corrected by what rounds take: contexts grow, clocks and neighbours change.
 
     A pass has a factor for all numbers of rows and one for each measured number, shared by the numbers in between;
-    drafting has one. All are followed by a Kalman filter on logarithms.
+    drafting has one. All are followed by a Kalman filter on logarithms. ``verify`` and ``draft`` are new objects
+    after every ``EVERY`` passes.
     """
 
     def __init__(self, measured: FixedCosts) -> None:
-        self.verify, self.draft = measured.verify, measured.draft
-        self._rows, self._seconds = list(measured.verify.rows), list(measured.verify.seconds)
-        self._drafting = measured.draft
-        self._all = Factor(0.05, 0.001)
-        self._own = [Factor(0.005, 0.0002) for _ in self._rows]
-        self._draft = Factor(0.05, 0.001)
+        self.verify, self.draft = self._passing, self._drafting = measured.verify, measured.draft
+        self._all, self._own = Factor(*FREE), [Factor(*TIED) for _ in measured.verify.rows]
+        self._draft = Factor(*FREE)
+        self._passes = 0
 
     def verified(self, rows: int, seconds: float) -> None:
         """A pass of the target with ``rows`` rows took ``seconds``."""
         if seconds <= 0:
             return
-        if rows >= BEYOND * self._rows[-1]:
-            self._rows.append(rows)
-            self._seconds.append(max(seconds / math.exp(self._all.mean), self._seconds[-1]))
-            self._own.append(Factor(0.005, 0.0002))
+        known = self._passing
+        new = rows >= BEYOND * known.rows[-1]
+        if new:
+            value = max(seconds / math.exp(self._all.mean), known.seconds[-1])
+            self._passing = CostCurve((*known.rows, rows), (*known.seconds, value))
+            self._own.append(Factor(*TIED))
         else:
-            _follow([(self._all, 1.0), *self._near(rows)], seconds / self.verify(rows))
-        factors = [math.exp(self._all.mean + own.mean) for own in self._own]
-        self.verify = CostCurve.through(
-            {count: value * factor for count, value, factor in zip(self._rows, self._seconds, factors, strict=True)}
-        )
+            _follow([(self._all, 1.0), *self._near(rows)], seconds / known(rows))
+        self._passes += 1
+        if new or self._passes % EVERY == 0:
+            self._publish()
 
     def drafted(self, lengths: Sequence[int], seconds: float) -> None:
         """Drafting these numbers of tokens, one for each sequence, took ``seconds``."""
-        expected = self.draft.of(lengths)
+        expected = self._drafting.of(lengths)
         if seconds > 0 and expected > 0:
             _follow([(self._draft, 1.0)], seconds / expected)
-            self.draft = self._drafting.times(math.exp(self._draft.mean))
 
     def _near(self, rows: int) -> list[tuple[Factor, float]]:
         """The factors of the measured points around ``rows``, with their shares."""
-        right = bisect_left(self._rows, rows)
-        if right == len(self._rows):
-            return [(self._own[-1], 1.0)]
-        if right == 0 or self._rows[right] == rows:
+        points = self._passing.rows
+        right = min(bisect_left(points, rows), len(points) - 1)
+        if right == 0 or rows >= points[right]:
             return [(self._own[right], 1.0)]
-        share = (rows - self._rows[right - 1]) / (self._rows[right] - self._rows[right - 1])
+        share = (rows - points[right - 1]) / (points[right] - points[right - 1])
         return [(self._own[right - 1], 1 - share), (self._own[right], share)]
+
+    def _publish(self) -> None:
+        points = zip(self._passing.rows, self._passing.seconds, self._own, strict=True)
+        self.verify = CostCurve.through(
+            {rows: seconds * math.exp(self._all.mean + own.mean) for rows, seconds, own in points}
+        )
+        self.draft = self._drafting.times(math.exp(self._draft.mean))
 
 
 def _follow(factors: Sequence[tuple[Factor, float]], ratio: float) -> None:
-    """One step of the filter. factors: with their shares in the logarithm of what was seen. ratio: seen to expected."""
-    seen = math.log(ratio)
-    surprise = min(SURPRISE, max(-SURPRISE, seen))
+    """One step of the filter. factors: with their shares in the logarithm of ``ratio``, what was seen to what was
+    measured at the start."""
+    news = math.log(ratio) - sum(share * factor.mean for factor, share in factors)
+    surprise = min(SURPRISE, max(-SURPRISE, news))
     spread = NOISE + sum(share * share * factor.variance for factor, share in factors)
     for factor, share in factors:
         gain = factor.variance * share / spread
         factor.mean += gain * surprise
-        if surprise == seen:
+        if surprise == news:
             factor.variance = max(factor.least, factor.variance * (1 - gain * share))
 
 
