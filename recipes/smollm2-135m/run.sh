@@ -29,7 +29,7 @@ answer second 3600 11 1400
 train() {
     local method=$1
     shift
-    foredraft train smollm2-135m --method "$method" --draft-vocab-size 12288 --anchors 96 --answers-per-step 2 \
+    foredraft train smollm2-135m --method "$method" --anchors 96 --answers-per-step 2 \
         --max-answer-tokens 224 --held-out 64 --gamma 2.5 "$@"
 }
 # The five see the same texts in the same order, and share the target's features on disk.
@@ -40,7 +40,7 @@ for method in ${METHODS:-dflash dspark mtp eagle3 gemma4_mtp}; do
     case $method in
     dflash)
         train dflash --data "$answers" --data "$out/first.jsonl" --output "$out/dflash-first" \
-            --layers 3 --taps 1,10,19,26 --draft-tokens 5,5,5,7,7,7,7,15 --loss 0.5,0.5,0 \
+            --draft-vocab-size 12288 --layers 3 --taps 1,10,19,26 --draft-tokens 5,5,5,7,7,7,7,15 --loss 0.5,0.5,0 \
             --learning-rate 1e-3 --warmup 100 --decay 0.6 --steps 5000 --evaluate-every 300
         train dflash "${shared[@]}" --output "$out/dflash" --init "$out/dflash-first" \
             --draft-tokens 5,5,7,7,7,7,15 --loss 0.5,0.5,0 \
@@ -53,8 +53,8 @@ for method in ${METHODS:-dflash dspark mtp eagle3 gemma4_mtp}; do
     *)
         [ "$method" = gemma4_mtp ] && steps=1800
         taps=$([ "$method" = eagle3 ] && echo --taps 1,19,28 || true)
-        train "$method" "${shared[@]}" --output "$out/$method" $taps --draft-tokens 5,7,7 --loss 0.5,0.5,0 \
-            --learning-rate 1e-3 --warmup 100 --decay 0.6 --steps "$steps" --evaluate-every 300
+        train "$method" "${shared[@]}" --output "$out/$method" --draft-vocab-size 12288 $taps \
+            --draft-tokens 5,7,7 --loss 0.5,0.5,0 --learning-rate 1e-3 --warmup 100 --decay 0.6 --steps "$steps" --evaluate-every 300
         ;;
     esac
     # What ships: in 8 bits, calibrated on prompts that nobody was trained on.

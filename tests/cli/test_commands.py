@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from importlib.resources import files
 
 import pytest
 
@@ -42,6 +43,10 @@ def test_help_teaches_by_example(foredraft, command):
         assert "foredraft " + (command[0] if command else "generate") + " smollm2-135m" in " ".join(out.split())
 
 
+TRAIN = ["train", "smollm2-135m", "--data", "x", "--output", "x"]
+DFLASH = str(files("foredraft") / "assets" / "dflash-smollm2-135m")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -63,6 +68,13 @@ def test_help_teaches_by_example(foredraft, command):
         (["generate", "smollm2-135m", "-p", "word " * 9000], "the prompt has"),
         (["generate", "smollm2-135m"], "Missing option"),
         (["train", "smollm2-135m", "--data", "none.jsonl", "--output", "x"], "none.jsonl does not exist"),
+        ([*TRAIN, "--method", "mtp", "--taps", "1"], "mtp has no choice of --taps"),
+        ([*TRAIN, "--method", "mtp", "--layers", "2", "--markov-rank", "9"], "no choice of --layers, --markov-rank"),
+        ([*TRAIN, "--method", "eagle3", "--layers", "2"], "eagle3 has no choice of --layers"),
+        ([*TRAIN, "--init", DFLASH, "--draft-vocab-size", "9"], "leave out --draft-vocab-size"),
+        ([*TRAIN, "--method", "dspark", "--init", DFLASH, "--markov-rank", "9", "--taps", "1"], "leave out --taps"),
+        ([*TRAIN, "--init", "x"], "no drafter there"),
+        ([*TRAIN, "--feature-taps", "1"], "give that too"),
         (["synthesize", "smollm2-135m", "--output", "x"], "either --prompts FILE or --self-written"),
         (["bench", "smollm2-135m", "--dataset", "trivia"], "trivia"),
         (["no-such-command"], "No such command"),

@@ -1,5 +1,6 @@
 """Synthesis against a scripted model: what is written, and that an interruption loses and repeats nothing."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -110,3 +111,15 @@ def test_self_written_prompts_are_sampled_after_the_opening():
     assert [asked[0] for asked in llm.asked] == [[len("<user>")]] * 3
     assert [asked[2] for asked in llm.asked] == [5, 6, 7]
     assert [c.turns for c in written] == [(f"answer {len('<user>')}",)]  # one, because all three are the same
+
+
+def test_prompts_may_be_compressed_and_hold_any_character(tmp_path):
+    file = tmp_path / "prompts.jsonl.gz"
+    # U+2028 ends a line for str.splitlines, not in JSON lines.
+    with gzip.open(file, "wt", encoding="utf-8") as out:
+        out.write(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\n")
+    assert [conversation.turns for conversation in read_prompts(file)] == [("a\u2028b",)]
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(file.read_bytes()[:12] + b"\xff" * 20)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prompts(broken)

@@ -21,7 +21,7 @@ from foredraft.tokenizer import Tokenizer
 from foredraft.training.data import frequent_tokens, load_examples, split_held_out
 from foredraft.training.features import FeatureSource, FeatureStore
 from foredraft.training.losses import Mixture
-from foredraft.training.methods import OBJECTIVES, Start
+from foredraft.training.methods import MARKOV_OPTIONS, OBJECTIVES, Start, is_dflash
 from foredraft.training.recipe import Recipe
 from foredraft.training.trainer import Progress as TrainProgress
 from foredraft.training.trainer import TrainConfig, Trainer
@@ -62,8 +62,15 @@ def train(
             show_default=False,
         ),
     ] = None,
-    markov_rank: Annotated[int, typer.Option(min=1, help="Rank of dspark's Markov head.")] = 64,
-    markov_kind: Annotated[str, typer.Option(help="Kind of dspark's Markov head: vanilla, gated or rnn.")] = "vanilla",
+    markov_rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of dspark's Markov head. \\[default: 64]", show_default=False)
+    ] = None,
+    markov_kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of dspark's Markov head: vanilla, gated or rnn. \\[default: vanilla]", show_default=False
+        ),
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="At the plateau.")] = 1e-3,
     warmup: Annotated[int, typer.Option(help="Steps of rising learning rate.")] = 100,
     decay: Annotated[float, typer.Option(help="Last share of the steps, in which the learning rate falls to 0.")] = 0.3,
@@ -101,6 +108,17 @@ def train(
     if feature_dir is not None:
         options.check_folder(feature_dir, "--feature-dir")
     known = OBJECTIVES[method]
+    shape = {
+        "--layers": layers,
+        "--taps": taps,
+        "--markov-rank": markov_rank,
+        "--markov-kind": markov_kind,
+        "--draft-vocab-size": draft_vocab_size,
+    }
+    _check_shape(method, init, {name for name, value in shape.items() if value is not None})
+    if feature_taps is not None and feature_dir is None:
+        raise UserError("--feature-taps says what --feature-dir keeps; give that too, or leave it out")
+    markov_rank, markov = markov_rank or 64, _kind(markov_kind or "vanilla")
     if math.isnan(feature_cache_gb):
         raise UserError("--feature-cache-gb is nan, expected a number")
     config = TrainConfig(
@@ -136,9 +154,7 @@ def train(
         anchors=anchors,
     )
     recipe.check(base)
-    objective = known.build(
-        target.model, recipe, Start(init, vocab, train_set[0].tokens, markov_rank, _kind(markov_kind))
-    )
+    objective = known.build(target.model, recipe, Start(init, vocab, train_set[0].tokens, markov_rank, markov))
     store = None
     if feature_dir is not None:
         kept = _integers(feature_taps, "--feature-taps") if feature_taps else objective.taps
@@ -161,8 +177,9 @@ def train(
             "model": model,
             "examples": len(train_set),
             "init": str(init),
-            **({"markov_rank": markov_rank, "markov_kind": markov_kind} if method == "dspark" else {}),
-            **asdict(recipe),
+            **({"markov_rank": markov_rank, "markov_kind": markov} if method == "dspark" else {}),
+            # With --init these come from the drafter there.
+            **{name: value for name, value in asdict(recipe).items() if init is None or name not in SHAPE},
         },
     )
     if trainer.step:
@@ -172,6 +189,23 @@ def train(
     console.print(f"{'finished' if finished else 'stopped'} at step {trainer.step}; the drafter is in {output}")
     if not finished:
         raise typer.Exit(1)
+
+
+SHAPE = ("layers", "taps", "mask_token_id")
+"""Fields of a recipe that only a new drafter takes from it."""
+
+
+def _check_shape(method: str, init: Path | None, given: set[str]) -> None:
+    """Raise UserError for options of a drafter's shape, among ``given``, that would have no effect."""
+    open_ones = OBJECTIVES[method].choices | {"--draft-vocab-size"}
+    if useless := sorted(given - open_ones):
+        raise UserError(f"{method} has no choice of {', '.join(useless)}; leave that out")
+    if init is not None:
+        if not (init / "config.json").is_file():
+            raise UserError(f"--init {init}: no drafter there (config.json is missing)")
+        new = MARKOV_OPTIONS if method == "dspark" and is_dflash(init) else frozenset()
+        if useless := sorted(given - new):
+            raise UserError(f"--init {init} has a shape already; leave out {', '.join(useless)}")
 
 
 class _Display:

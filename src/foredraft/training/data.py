@@ -7,6 +7,7 @@ Each line holds ``messages`` (the last one the assistant's answer) and ``token_i
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ def load_examples(
     """Read the files in order. Answers are cut, examples with a longer prompt or no room to draft are left out."""
     examples = []
     for file in files:
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(text_lines(file), start=1):
             try:
                 record = json.loads(line)
                 messages = record["messages"]
@@ -79,11 +80,12 @@ def frequent_tokens(examples: Sequence[Example], size: int, always: Sequence[int
     return sorted(kept), covered
 
 
-def _lines(file: Path) -> Iterator[str]:
+def text_lines(file: Path) -> Iterator[str]:
+    """Lines of a text file in UTF-8, decompressed where its name ends in .gz. Raises UserError."""
     try:
-        with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as opened:
+        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as opened:
             yield from opened
     except FileNotFoundError as error:
         raise UserError(f"{file} does not exist") from error
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise UserError(f"{file} cannot be read: {error}") from error

@@ -37,12 +37,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Trainable:
-    """layers, taps: depth and number of taps by default. mixture: the loss by default."""
+    """layers, taps: depth and number of taps by default. mixture: the loss by default. choices: options of a new
+    drafter's shape that the method leaves open."""
 
     build: Callable[[DecoderModel, Recipe, Start], Objective]
     layers: int
     taps: int
     mixture: Mixture
+    choices: frozenset[str]
 
 
 def _mtp(target: DecoderModel, recipe: Recipe, start: Start) -> Objective:
@@ -75,20 +77,29 @@ def _dflash(target: DecoderModel, recipe: Recipe, start: Start) -> Objective:
     return DFlashObjective(target, *drafter, recipe)
 
 
+def is_dflash(drafter: Path) -> bool:
+    """Whether a folder holds a DFlash drafter, which a DSpark drafter can start from."""
+    return "DFlashDraftModel" in (read_json(drafter / "config.json").get("architectures") or [])
+
+
 def _dspark(target: DecoderModel, recipe: Recipe, start: Start) -> Objective:
     if start.init is None:
         begun = initial_dflash(target, recipe, start.draft_vocab, start.sample)
         return DSparkObjective(target, *initial_dspark(begun, recipe, start.markov_rank, start.markov_kind), recipe)
-    if "DFlashDraftModel" in (read_json(start.init / "config.json").get("architectures") or []):
+    if is_dflash(start.init):
         begun = load_dflash(start.init, torch.float32)
         return DSparkObjective(target, *initial_dspark(begun, recipe, start.markov_rank, start.markov_kind), recipe)
     return DSparkObjective(target, *load_dspark(start.init, torch.float32), recipe)
 
 
+MARKOV_OPTIONS = frozenset({"--markov-rank", "--markov-kind"})
+
 OBJECTIVES: dict[str, Trainable] = {
-    "mtp": Trainable(_mtp, layers=1, taps=1, mixture=Mixture()),
-    "gemma4_mtp": Trainable(_gemma4_mtp, layers=2, taps=1, mixture=Mixture()),
-    "eagle3": Trainable(_eagle3, layers=1, taps=3, mixture=Mixture()),
-    "dflash": Trainable(_dflash, layers=3, taps=4, mixture=Mixture()),
-    "dspark": Trainable(_dspark, layers=3, taps=4, mixture=Mixture(token=0.1, distance=0.9)),
+    "mtp": Trainable(_mtp, 1, 1, Mixture(), frozenset()),
+    "gemma4_mtp": Trainable(_gemma4_mtp, 2, 1, Mixture(), frozenset({"--layers"})),
+    "eagle3": Trainable(_eagle3, 1, 3, Mixture(), frozenset({"--taps"})),
+    "dflash": Trainable(_dflash, 3, 4, Mixture(), frozenset({"--layers", "--taps"})),
+    "dspark": Trainable(
+        _dspark, 3, 4, Mixture(token=0.1, distance=0.9), frozenset({"--layers", "--taps"}) | MARKOV_OPTIONS
+    ),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from foredraft.errors import UserError
 from foredraft.llm import LLM, Prompt, RequestOutput
 from foredraft.sampling_params import SamplingParams
+from foredraft.training.data import text_lines
 
 AT_ONCE = 256
 """Conversations between two writes of a turn: a second turn waits for the first turns of its group."""
@@ -30,13 +31,9 @@ class Conversation:
 
 
 def read_prompts(file: Path) -> list[Conversation]:
-    """Conversations from JSON lines: ``turns``, ``prompt``, or ``messages`` with optional ``followups``."""
+    """Conversations from JSON lines (.gz too): ``turns``, ``prompt``, or ``messages`` with optional ``followups``."""
     conversations = []
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text_lines(file), start=1):
         if line.strip():
             try:
                 conversations.append(_conversation(json.loads(line), file.stem))
