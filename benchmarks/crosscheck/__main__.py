@@ -5,9 +5,9 @@ python benchmarks/crosscheck --work DIR [--vllm PYTHON] [--llama BIN_DIR] [--dat
 
 Greedy, one request at a time, the target in bfloat16. Each engine gets the same token ids. Where the texts of two
 engines part, because their sums round differently, so does what there is to accept; so figures come twice. First over
-whole answers. Then from points along foredraft's answers, ``--every`` tokens apart: every engine goes on from there,
-and only rounds within the text that it has in common with foredraft count. Exit status 1: some engine disagrees on
-that common text, by more than 5 % in acceptance length or 0.03 in the rate of a position.
+the answers of each. Then foredraft's drafter is put into the rounds of the other engine's answers, on the text that
+it wrote: there both propose from the same prefix, round by round. Exit status 1: in these rounds some engine
+disagrees by more than 5 % in acceptance length or 0.03 in the rate of a position.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from compare import Answer, Difference, difference, figures, shared_length
+from compare import Answer, Difference, Figures, difference, figures, in_full_rounds
 from rich.console import Console
 from rich.table import Table
 
@@ -63,8 +63,8 @@ class Check:
     llama: Path | None
     prompts: list[list[int]]
     max_tokens: int
-    every: int
     threads: int
+    repair_vllm: bool
 
 
 def main(
@@ -82,7 +82,9 @@ def main(
     ] = "3,7",
     num_prompts: Annotated[int, typer.Option(help="First turns in all, spread over the workloads.")] = 24,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 192,
-    every: Annotated[int, typer.Option(help="Tokens between the points from which all engines go on alike.")] = 24,
+    repair_vllm: Annotated[
+        bool, typer.Option(help="Let vLLM's DFlash and DSpark normalise keys with each layer's own weights.")
+    ] = True,
     data_dir: Annotated[
         Path | None, typer.Option(envvar="FOREDRAFT_DATA", help="Folder with the workloads' DATASET.jsonl files.")
     ] = None,
@@ -108,8 +110,8 @@ def main(
         llama=llama and llama.absolute(),
         prompts=_prompts(target, data_dir, num_prompts),
         max_tokens=max_tokens,
-        every=every,
         threads=int(environment()["threads"]),
+        repair_vllm=repair_vllm,
     )
     del target
     results = []
@@ -153,125 +155,96 @@ def _prompts(target: Target, data_dir: Path | None, count: int) -> list[list[int
     return [target.tokenizer.encode_chat([{"role": "user", "content": turn}]) for turn in turns[:count]]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One engine's whole answers, and what it wrote from points along foredraft's. counters: what vLLM says of itself,
-    over the whole answers."""
-
-    answers: list[Answer]
-    parts: list[Answer]
-    counters: dict[str, Any]
-
-
-Ask = Callable[[list[list[int]], int], list[Answer]]
-"""An engine at work: prompts and most tokens to answers."""
+Run = tuple[list[Answer], dict[str, Any]]
+"""An engine's answers, and what it says of itself."""
 
 
 def _result(check: Check, drafter: Drafter, count: int, told: Callable[[str], None]) -> dict[str, Any]:
     """Runs the engines one after the other."""
-    told(f"{drafter.method}, N = {count}: foredraft")
-    with _foredraft(check, drafter, count) as ask:
-        answers = ask(check.prompts, check.max_tokens)
-        points = _points(check.prompts, answers, check.every)
-        ours = Run(answers, ask(points, _part(check, count)), {})
     engines = {"vLLM": (check.vllm, _vllm), "llama.cpp": (check.llama, _llama)}
     others: dict[str, Any] = {}
-    for name, (present, run) in engines.items():
-        if present:
-            told(f"{drafter.method}, N = {count}: {name}")
-            others[name] = _compared(check, count, ours, run(check, drafter, count, points))
+    with _foredraft(check, drafter, count) as worker:
+        told(f"{drafter.method}, N = {count}: foredraft")
+        asked = {"prompts": check.prompts, "engine": "drafting"}
+        found = worker.ask("generate_rounds", max_tokens=check.max_tokens, **asked)
+        ours = [Answer(**each) for each in found["answers"]]
+        for name, (present, run) in engines.items():
+            if present:
+                told(f"{drafter.method}, N = {count}: {name}")
+                answers, counters = run(check, drafter, count)
+                told(f"{drafter.method}, N = {count}: foredraft in the rounds of {name}")
+                replayed = worker.ask("replay", answers=[asdict(each) for each in answers], count=count, **asked)[
+                    "kept"
+                ]
+                others[name] = _compared(count, ours, answers, replayed) | {"counters": counters}
     return {
         "method": drafter.method,
         "drafter": str(drafter.folder),
         "num_speculative_tokens": count,
+        "repair_vllm": check.repair_vllm,
         "num_prompts": len(check.prompts),
         "max_tokens": check.max_tokens,
-        "points": len(points),
-        "foredraft": figures(ours.answers, count).as_json(),
+        "foredraft": _own(ours, count).as_json(),
         "others": others,
     }
 
 
-def _part(check: Check, count: int) -> int:
-    """Tokens from each point, so that rounds which begin within ``every`` have room for all draft tokens."""
-    return check.every + count + 1
-
-
-def _points(prompts: list[list[int]], answers: list[Answer], every: int) -> list[list[int]]:
-    """Each prompt with every so much of its answer."""
-    return [
-        [*prompt, *(token for token in answer.token_ids[:length] if token is not None)]
-        for prompt, answer in zip(prompts, answers, strict=True)
-        for length in range(0, len(answer.token_ids), every)
-    ]
-
-
 @contextmanager
-def _foredraft(check: Check, drafter: Drafter, count: int) -> Iterator[Ask]:
+def _foredraft(check: Check, drafter: Drafter, count: int) -> Iterator[Worker]:
     command: Command = [sys.executable, PEERS / "worker.py"]
     with Worker(command, check.work / "crosscheck-foredraft.log") as worker:
         worker.ask("open_target", model=EMBEDDED, quantization="none")
         speculative = {"method": drafter.method, "model": str(drafter.folder), "num_speculative_tokens": count}
         worker.ask("open_engine", name="drafting", speculative=speculative)
-
-        def ask(prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-            found = worker.ask("generate_rounds", prompts=prompts, max_tokens=max_tokens, engine="drafting")
-            return [Answer(**each) for each in found["answers"]]
-
-        yield ask
+        yield worker
 
 
-def _vllm(check: Check, drafter: Drafter, count: int, points: list[list[int]]) -> Run:
+def _vllm(check: Check, drafter: Drafter, count: int) -> Run:
     assert check.vllm
     command: Command = [check.vllm, PEERS / "vllm_worker.py"]
     log = check.work / f"crosscheck-vllm-{drafter.method}-{count}.log"
     extra = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if drafter.method == "dspark" else {}
     with Worker(command, log, **vllm_environment(check.threads), **extra) as worker:
         speculative = {"method": drafter.method, "model": str(drafter.for_vllm), "num_speculative_tokens": count}
-        worker.ask("open_target", model=str(check.target_folder), max_model_len=2048, speculative=speculative)
+        worker.ask(
+            "open_target",
+            model=str(check.target_folder),
+            max_model_len=2048,
+            speculative=speculative,
+            repair=check.repair_vllm and drafter.method != "eagle3",
+        )
+        found = worker.ask("generate_rounds", prompts=check.prompts, max_tokens=check.max_tokens)
+        return [Answer.known(**each) for each in found["answers"]], worker.ask("counters")
 
-        def ask(prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-            found = worker.ask("generate_rounds", prompts=prompts, max_tokens=max_tokens)
-            return [Answer(**each) for each in found["answers"]]
 
-        answers = ask(check.prompts, check.max_tokens)
-        counters = worker.ask("counters")
-        return Run(answers, ask(points, _part(check, count)), counters)
-
-
-def _llama(check: Check, drafter: Drafter, count: int, points: list[list[int]]) -> Run:
+def _llama(check: Check, drafter: Drafter, count: int) -> Run:
     assert check.llama
     extra = ("--spec-type", f"draft-{drafter.method}", "-md", str(drafter.for_llama), "--spec-draft-n-max", str(count))
     log = check.work / f"crosscheck-llama-{drafter.method}-{count}.log"
     with LlamaServer(check.llama, check.threads, check.target_gguf, log, slots=1, extra=extra) as server:
-
-        def ask(prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-            return [Answer(**each) for each in server.generate_rounds(prompts, max_tokens=max_tokens)]
-
-        return Run(ask(check.prompts, check.max_tokens), ask(points, _part(check, count)), {})
+        found = server.generate_rounds(check.prompts, max_tokens=check.max_tokens)
+        return [Answer.known(**each) for each in found], {}
 
 
-def _compared(check: Check, count: int, ours: Run, theirs: Run) -> dict[str, Any]:
-    whole = figures(theirs.answers, count)
-    shared = [shared_length(one, other) for one, other in zip(ours.parts, theirs.parts, strict=True)]
-    parts = [figures(each, count, shared) for each in (ours.parts, theirs.parts)]
-    on_common = difference(parts[1], parts[0])
+def _own(answers: list[Answer], count: int) -> Figures:
+    return figures(in_full_rounds(answers, [answer.kept for answer in answers], count), count)
+
+
+def _compared(count: int, ours: list[Answer], theirs: list[Answer], replayed: list[list[int]]) -> dict[str, Any]:
+    whole = _own(theirs, count)
+    own = in_full_rounds(theirs, [answer.kept for answer in theirs], count)
+    here = in_full_rounds(theirs, replayed, count)
+    in_its_rounds = difference(whole, figures(here, count))
     return {
         **whole.as_json(),
-        "difference": asdict(difference(whole, figures(ours.answers, count))),
-        "identical_answers": sum(
-            shared_length(one, other) == len(one.token_ids) == len(other.token_ids)
-            for one, other in zip(ours.answers, theirs.answers, strict=True)
-        ),
-        "common_text": {
-            "tokens": sum(shared),
-            "of_tokens": sum(len(part.token_ids) for part in ours.parts),
-            "foredraft": parts[0].as_json(),
-            "engine": parts[1].as_json(),
-            "difference": asdict(on_common),
+        "difference": asdict(difference(whole, _own(ours, count))),
+        "identical_answers": sum(one.token_ids == other.token_ids for one, other in zip(ours, theirs, strict=True)),
+        "in_its_rounds": {
+            "foredraft": figures(here, count).as_json(),
+            "difference": asdict(in_its_rounds),
+            "same_rounds": sum(one == other for one, other in zip(own, here, strict=True)),
         },
-        "agrees": on_common.agrees,
-        "counters": theirs.counters,
+        "agrees": in_its_rounds.agrees,
     }
 
 
@@ -290,10 +263,10 @@ def _table(result: dict[str, Any]) -> Table:
     row("foredraft", result["foredraft"], None)
     for name, found in result["others"].items():
         row(name, found, found["difference"])
-        common = found["common_text"]
-        part = f"common text ({common['tokens'] / max(common['of_tokens'], 1):.0%})"
-        row(f"  foredraft, {part}", common["foredraft"], None)
-        row(f"  {name}, {part}", common["engine"], common["difference"])
+        there = found["in_its_rounds"]
+        same = there["same_rounds"] / max(found["rounds"], 1)
+        row(f"  foredraft in its rounds, {same:.1%} alike", there["foredraft"], None)
+        row(f"  {name} against that", found, there["difference"])
     return table
 
 

@@ -1,17 +1,44 @@
-"""Acceptance of one engine from its answers, and on the text that two engines share."""
+"""Acceptance of an engine from its answers, and of foredraft's drafter in the same rounds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Answer:
-    """token_ids: None where the engine did not say. steps: tokens that each step brought, the first one after the
-    prompt, without a proposal."""
+    """steps: how many tokens each step brought, the first one after the prompt, without a proposal."""
 
-    token_ids: list[int | None]
+    token_ids: list[int]
     steps: list[int]
+
+    @classmethod
+    def known(cls, token_ids: Sequence[int | None], steps: Sequence[int]) -> "Answer":
+        """Up to the first token that the engine did not name, in whole steps."""
+        length = next((index for index, token in enumerate(token_ids) if token is None), len(token_ids))
+        taken, end = [], 0
+        for step in steps:
+            if end + step > length:
+                break
+            taken.append(step)
+            end += step
+        return cls([token for token in token_ids[:end] if token is not None], taken)
+
+    @property
+    def kept(self) -> list[int]:
+        """Draft tokens that each round kept."""
+        return [tokens - 1 for tokens in self.steps[1:]]
+
+    def full_rounds(self, count: int) -> list[bool]:
+        """Which rounds have room for all ``count`` draft tokens and the one after them.
+
+        That depends on where a round begins alone, so that leaving the others out favours neither long nor short ones.
+        """
+        start, full = self.steps[0] if self.steps else 0, []
+        for tokens in self.steps[1:]:
+            full.append(start + count + 1 <= len(self.token_ids))
+            start += tokens
+        return full
 
 
 @dataclass(frozen=True)
@@ -42,35 +69,24 @@ class Difference:
         return abs(self.length) <= 0.05 and self.rate <= 0.03
 
 
-def kept_in_rounds(answer: Answer, limit: int, count: int) -> Iterator[int]:
-    """How many draft tokens each round kept, of the rounds with room for all ``count`` of them before ``limit``.
-
-    Whether a round counts depends on where it begins alone, so that the choice favours neither long nor short ones.
-    """
-    start = answer.steps[0] if answer.steps else 0
-    for tokens in answer.steps[1:]:
-        if start + count + 1 <= limit:
-            yield tokens - 1
-        start += tokens
-
-
-def shared_length(one: Answer, other: Answer) -> int:
-    """How many tokens they have in common from the start."""
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    differing = (index for index, (mine, theirs) in enumerate(pairs) if None not in (mine, theirs) and mine != theirs)
-    return next(differing, min(len(one.token_ids), len(other.token_ids)))
-
-
-def figures(answers: Sequence[Answer], count: int, limits: Sequence[int] | None = None) -> Figures:
-    """limits: how much of each answer counts; by default all of it."""
-    ends = [len(answer.token_ids) for answer in answers] if limits is None else limits
-    kept = [each for answer, end in zip(answers, ends, strict=True) for each in kept_in_rounds(answer, end, count)]
+def figures(kept: Sequence[int], count: int) -> Figures:
+    """From the draft tokens kept in rounds of ``count``."""
     rounds = max(len(kept), 1)
     return Figures(
         rounds=len(kept),
         acceptance_length=1 + sum(kept) / rounds,
         rates=[sum(each > position for each in kept) / rounds for position in range(count)],
     )
+
+
+def in_full_rounds(answers: Sequence[Answer], kept: Sequence[Sequence[int]], count: int) -> list[int]:
+    """``kept`` of each answer's rounds, of those alone that had room."""
+    return [
+        tokens
+        for answer, own in zip(answers, kept, strict=True)
+        for tokens, full in zip(own, answer.full_rounds(count), strict=True)
+        if full
+    ]
 
 
 def difference(engine: Figures, foredraft: Figures) -> Difference:

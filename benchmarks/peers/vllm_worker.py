@@ -22,13 +22,20 @@ def main() -> None:
 
 
 def open_target(
-    state: dict[str, Any], model: str, max_model_len: int, speculative: dict[str, Any] | None = None
+    state: dict[str, Any],
+    model: str,
+    max_model_len: int,
+    speculative: dict[str, Any] | None = None,
+    repair: bool = False,
 ) -> dict[str, Any]:
     """Prefix caching is off because the same prompts come again in every turn. With speculation nothing is compiled:
-    it is run for what is accepted, not for its speed."""
+    it is run for what is accepted, not for its speed. repair: see ``normalize_by_layer``."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpret_triton()
     import vllm
+
+    if repair:
+        normalize_by_layer()
 
     state["llm"] = vllm.LLM(
         model,
@@ -41,6 +48,24 @@ def open_target(
         disable_log_stats=speculative is None,
     )
     return {"version": vllm.__version__}
+
+
+def normalize_by_layer() -> None:
+    """Normalise the keys that DFlash and DSpark compute from the context with each layer's own weights.
+
+    vLLM hands them to one call for all layers, keys [L, T, H, D] and weights [L, D]. Its kernel for CPUs (0.32) takes
+    the first layer's D weights for all of them.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalized(self: Any, keys: Any) -> Any:
+        out = keys.new_empty(keys.shape)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
+        return out
+
+    DFlashQwen3Model._normalize_context_k = normalized
 
 
 def interpret_triton() -> None:

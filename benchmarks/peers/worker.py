@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from foredraft import LLM, SamplingParams
+from foredraft.drafters.base import DraftRequest
 from foredraft.models.batch import flat_batch
 from foredraft.models.loading import Quantization
 from foredraft.models.native import NativeDecoder
@@ -88,6 +90,37 @@ def generate_rounds(prompts: Sequence[list[int]], max_tokens: int, engine: str) 
 
 
 @torch.inference_mode()
+def replay(
+    prompts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]], engine: str, count: int
+) -> dict[str, Any]:
+    """What this drafter would have proposed in the rounds of other engines' answers, on their text.
+
+    answers: of each ``token_ids``, and ``steps``, how many of them each step brought. Returns for each round of each
+    answer how many of ``count`` draft tokens are what the answer has there.
+    """
+    llm = ENGINES[engine]
+    target, drafter = llm.target.model, llm.drafter
+    assert drafter
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [*prompt, *answer["token_ids"]]
+        cache = target.new_cache()
+        computed, known, kept = 0, len(prompt), []
+        for step in answer["steps"][:-1]:
+            known += step
+            batch = flat_batch([tokens[computed : known - 1]], [computed], [0], [0], target.device)
+            drafter.observe(batch, target.forward(batch, cache, drafter.taps).taps, [known - 1 - computed])
+            computed = known - 1
+            cache.commit(0, computed)
+            draft = drafter.propose([DraftRequest(0, tokens[computed], computed)], count)[0].token_ids
+            same = (mine == theirs for mine, theirs in zip(draft, tokens[known:], strict=False))
+            kept.append(sum(takewhile(bool, same)))
+        drafter.release(0)
+        found.append(kept)
+    return {"kept": found}
+
+
+@torch.inference_mode()
 def rows(counts: Sequence[int], context: int, repeats: int) -> dict[str, Any]:
     """Median seconds of a pass of the target over some rows of one sequence, after ``context`` positions."""
     target = ENGINES["plain"].target.model
@@ -143,7 +176,7 @@ def status_bytes(name: str) -> int:
 
 ANSWERS = {
     function.__name__: function
-    for function in (open_target, open_engine, generate, generate_rounds, rows, score, memory)
+    for function in (open_target, open_engine, generate, generate_rounds, replay, rows, score, memory)
 }
 
 
