@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from foredraft.errors import UserError
+from foredraft.models.configuration import read_json
 
 
 class Tokenizer:
@@ -441,15 +442,7 @@ _FOLDER_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return read_json(file) if file.is_file() else {}
 
 
 def _eos_ids(file: Path) -> list[int]:

@@ -45,8 +45,8 @@ from foredraft.drafters.export_gguf import write_gguf
 from foredraft.drafters.sequential_checkpoints import load_eagle3
 from foredraft.errors import UserError
 from foredraft.models.config import RopeConfig
+from foredraft.models.configuration import read_json
 from foredraft.models.layers import DecoderLayer
-from foredraft.models.loading import read_json
 
 VOCAB = torch.tensor([0, 3, 4, 20, 31])
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE, RANK = 16, 20, 4, 2, 10, 6

@@ -15,8 +15,9 @@ from tiny import CONFIG, model_tensors, save_tokenizer
 
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
+from foredraft.models.configuration import check_kinds, read_json
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.loading import load_target, read_json, resolve
+from foredraft.models.loading import load_target, resolve
 
 RAW: dict[str, Any] = {
     "model_type": "llama",
@@ -205,3 +206,29 @@ def test_read_json(tmp_path: Path) -> None:
         read_json(tmp_path / "b.json")
     with pytest.raises(UserError, match="is not valid JSON"):
         read_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": "x"}, '`vocab_size` is "x", expected an integer, at least 1'),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
+        ({"head_dim": 1.5}, "`head_dim` is 1.5"),
+        ({"hidden_size": True}, "`hidden_size` is true"),
+        ({"text_config": {"rope_parameters": {"factor": []}}}, "`factor` is \\[\\], expected a number"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is NaN"),
+        ({"mask_token_id": -1}, "expected a token id"),
+        ({"dflash_config": {"target_layer_ids": [1, "x"]}}, "expected a list of integers"),
+        ({"model_type": ["x"]}, "expected a string"),
+        ({"architectures": "x"}, "expected a list of strings"),
+        ({"rope_scaling": [["a", 1]]}, "expected an object"),
+        ({"layer_types": ["x" * 200]} | {"architectures": ["x" * 200, 1]}, "x\\.\\.\\., expected a list of strings"),
+    ],
+)
+def test_fields_of_the_wrong_kind_are_named(fields, says):
+    with pytest.raises(UserError, match=f"config.json: .*{says}"):
+        check_kinds(fields, "config.json")
+
+
+def test_kinds_that_are_right():
+    check_kinds({"vocab_size": 8192.0, "head_dim": 64, "rope_theta": 10000, "hidden_size": 10**400, "other": "x"}, "c")

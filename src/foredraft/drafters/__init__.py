@@ -22,7 +22,8 @@ from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.sequential_checkpoints import EAGLE3_ARCHITECTURES, load_eagle3, load_mtp
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig
-from foredraft.models.loading import EMBEDDED, Target, read_json, resolve
+from foredraft.models.configuration import read_configuration
+from foredraft.models.loading import EMBEDDED, Target, resolve
 
 ASSETS = Path(__file__).parent.parent / "assets"
 
@@ -102,7 +103,7 @@ def check_folder(folder: Path, method: str) -> None:
         if not (folder / CALIBRATION_FILE).is_file():
             raise UserError(f"{method} needs no drafter; {folder} can only hold its {CALIBRATION_FILE}, and does not")
         return
-    found = read_json(folder / "config.json").get("architectures") or []
+    found = read_configuration(folder / "config.json").get("architectures") or []
     for name, other in METHODS.items():
         if name != method and any(architecture in found for architecture in other.architectures):
             raise UserError(

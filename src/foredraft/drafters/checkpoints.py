@@ -15,8 +15,9 @@ from foredraft.drafters.fitting import check_shape
 from foredraft.drafters.storage import drafter_weights
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, RopeConfig, decoder_config, required
+from foredraft.models.configuration import read_configuration
 from foredraft.models.layers import DecoderLayer, dense, load_layer, load_tensor
-from foredraft.models.loading import read_json, tensor_names
+from foredraft.models.loading import tensor_names
 
 
 def load_dflash(
@@ -29,7 +30,7 @@ def load_dflash(
     target: checked against before any weight is read, so that a drafter of another model is named as such.
     """
     source = str(folder / "config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_configuration(folder / "config.json")
     check_architecture(raw, "DFlashDraftModel", source)
     config = _read_backbone(raw, source, "DFlash")
     if config.block_size < 2:
@@ -65,7 +66,7 @@ def load_dspark(
     where it is absent. target: see ``load_dflash``.
     """
     source = str(folder / "config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_configuration(folder / "config.json")
     check_architecture(raw, "Qwen3DSparkModel", source)
     backbone = _read_backbone(raw, source, "DSpark")
     if backbone.block_size < 1:

@@ -28,8 +28,9 @@ from foredraft.drafters.gemma4_mtp import GEMMA, Gemma4MTPConfig, Gemma4MTPWeigh
 from foredraft.drafters.storage import drafter_weights
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, RopeConfig, decoder_config, required, rope_config
+from foredraft.models.configuration import read_configuration
 from foredraft.models.layers import DecoderLayer, Weights, dense, load_tensor
-from foredraft.models.loading import FAMILIES, read_json, tensor_names
+from foredraft.models.loading import FAMILIES, tensor_names
 
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
 
@@ -44,7 +45,7 @@ def load_gemma4_mtp(
     target: checked against before any weight is read, so that a drafter of another model is named as such.
     """
     source = str(folder / "config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_configuration(folder / "config.json")
     if ARCHITECTURE not in (raw.get("architectures") or []):
         raise UserError(f"{source}: architectures is {raw.get('architectures')}, not a {ARCHITECTURE}")
     text = required(raw, "text_config", source)

@@ -22,8 +22,9 @@ from foredraft.drafters.recursive import RecursiveConfig
 from foredraft.drafters.storage import drafter_weights
 from foredraft.errors import UserError
 from foredraft.models.config import ModelConfig, decoder_config, required
+from foredraft.models.configuration import read_configuration
 from foredraft.models.layers import DecoderLayer, Weights, dense, load_layer, load_tensor
-from foredraft.models.loading import read_json, tensor_names
+from foredraft.models.loading import tensor_names
 
 EAGLE3_ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "llama",
@@ -41,7 +42,7 @@ def load_mtp(folder: Path, dtype: torch.dtype, target: ModelConfig | None = None
     Qwen3.5 stores it minus one. ``d2t`` as in EAGLE-3. target: checked against before any weight is read.
     """
     source = str(folder / "config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_configuration(folder / "config.json")
     check_architecture(raw, "MTPDraftModel", source)
     config = MTPConfig(
         layers=_shape(raw, source, "mtp", "mtp_num_hidden_layers", qk_norm=raw.get("model_type") == "qwen3"),
@@ -93,7 +94,7 @@ def load_eagle3(
     it the number is the target's.
     """
     source = str(folder / "config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_configuration(folder / "config.json")
     names = [name for name in (raw.get("architectures") or []) if name in EAGLE3_ARCHITECTURES]
     if not names:
         known = ", ".join(EAGLE3_ARCHITECTURES)

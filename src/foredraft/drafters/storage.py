@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.errors import UserError
+from foredraft.models.configuration import read_json
 from foredraft.models.layers import Weights
-from foredraft.models.loading import folder_weights, read_json, stored_tensors
+from foredraft.models.loading import folder_weights, stored_tensors
 
 GROUP = 32
 FEWEST_ROWS = 32

@@ -1,7 +1,6 @@
 """From a name (alias, file, folder or Hub id) to a target that runs."""
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from foredraft.errors import UserError
 from foredraft.models import llama, qwen3
 from foredraft.models.config import ModelConfig
+from foredraft.models.configuration import read_configuration, read_json
 from foredraft.models.decoder import DecoderModel, Precision
 from foredraft.models.gguf import GGUFFile
 from foredraft.models.layers import Weights
@@ -136,25 +136,12 @@ def _from_hub(name: str) -> Path:
         raise UserError(f"no folder {name!r} here, and the Hugging Face Hub gave no such model: {reason}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, with errors that name the file."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of a model folder."""
     path = folder / "config.json"
-    config = read_json(path)
+    config = read_configuration(path)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not supported; known: {', '.join(FAMILIES)}")
     return FAMILIES[kind](config, str(path))
 

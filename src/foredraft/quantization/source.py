@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from foredraft.models.config import ModelConfig, RopeConfig
+from foredraft.models.configuration import read_json
 from foredraft.models.gguf import GGUFFile
 from foredraft.models.layers import Weights
-from foredraft.models.loading import folder_weights, read_config, read_json, resolve
+from foredraft.models.loading import folder_weights, read_config, resolve
 from foredraft.tokenizer import Tokenizer
 
 _COPIED = (

@@ -10,8 +10,8 @@ from foredraft.drafters.checkpoints import load_dflash, load_dspark
 from foredraft.drafters.dspark import MarkovKind
 from foredraft.drafters.gemma4_checkpoints import load_gemma4_mtp
 from foredraft.drafters.sequential_checkpoints import load_eagle3, load_mtp
+from foredraft.models.configuration import read_configuration
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.loading import read_json
 from foredraft.training.dflash import DFlashObjective, initial_dflash
 from foredraft.training.dspark import DSparkObjective, initial_dspark
 from foredraft.training.eagle3 import Eagle3Cell, initial_eagle3
@@ -79,7 +79,7 @@ def _dflash(target: DecoderModel, recipe: Recipe, start: Start) -> Objective:
 
 def is_dflash(drafter: Path) -> bool:
     """Whether a folder holds a DFlash drafter, which a DSpark drafter can start from."""
-    return "DFlashDraftModel" in (read_json(drafter / "config.json").get("architectures") or [])
+    return "DFlashDraftModel" in (read_configuration(drafter / "config.json").get("architectures") or [])
 
 
 def _dspark(target: DecoderModel, recipe: Recipe, start: Start) -> Objective:
