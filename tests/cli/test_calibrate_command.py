@@ -1,16 +1,12 @@
 """foredraft calibrate on a tiny model with a DFlash drafter."""
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
-from tiny import CONFIG, dflash_json, dflash_tensors, model_tensors, save_tokenizer, write_dflash
+from tiny import dflash_json, dflash_tensors, write_dflash
 
-from foredraft.cli.main import main
 from foredraft.drafters.calibration import Calibration
 from foredraft.errors import UserError
 from foredraft.llm import LLM
@@ -18,45 +14,6 @@ from foredraft.sampling_params import SamplingParams
 from foredraft.training.calibration import calibrate, collect_rounds
 
 Run = Callable[..., tuple[object, str, str]]
-
-
-@pytest.fixture
-def foredraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line in this process; returns (exit status, standard output, standard error)."""
-
-    def run(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["foredraft", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    save_file(model_tensors(CONFIG), folder / "model.safetensors")
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": CONFIG.vocab_size,
-        "hidden_size": CONFIG.hidden_size,
-        "intermediate_size": CONFIG.intermediate_size,
-        "num_hidden_layers": CONFIG.num_layers,
-        "num_attention_heads": CONFIG.num_heads,
-        "num_key_value_heads": CONFIG.num_kv_heads,
-        "head_dim": CONFIG.head_dim,
-        "rms_norm_eps": CONFIG.rms_norm_eps,
-        "max_position_embeddings": CONFIG.max_position_embeddings,
-        "rope_theta": CONFIG.rope.theta,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
 
 
 @pytest.fixture

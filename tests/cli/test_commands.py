@@ -1,6 +1,5 @@
 """The command line as a user meets it: exit status, messages, output. Models are tiny folders made here."""
 
-import io
 import json
 import subprocess
 import sys
@@ -9,22 +8,6 @@ from importlib.resources import files
 import pytest
 
 from foredraft import __version__
-from foredraft.cli.main import main
-
-
-@pytest.fixture
-def foredraft(monkeypatch, capsys):
-    """Run a command line in this process; returns (exit status, standard output, standard error)."""
-
-    def run(*arguments, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["foredraft", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 def test_version_in_a_process_of_its_own():

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +11,9 @@ import pytest
 from safetensors.torch import save_file
 from tiny import CONFIG, model_tensors, save_tokenizer
 
-from foredraft.cli.main import main
 from foredraft.quantization import shards
 
 Run = Callable[..., tuple[Any, str, str]]
-
-
-@pytest.fixture
-def foredraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line in this process; returns (exit status, standard output, standard error)."""
-
-    def run(*arguments: object) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["foredraft", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

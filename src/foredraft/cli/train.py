@@ -6,7 +6,7 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from foredraft.cli import options
 from foredraft.drafters.checkpoints import default_taps
 from foredraft.drafters.dspark import MarkovKind
 from foredraft.errors import UserError
+from foredraft.models.configuration import read_json
 from foredraft.models.loading import load_target
 from foredraft.tokenizer import Tokenizer
 from foredraft.training.data import frequent_tokens, load_examples, split_held_out
@@ -153,7 +154,9 @@ def train(
         mixture=_mixture(loss) if loss else known.mixture,
         anchors=anchors,
     )
-    recipe.check(base)
+    recipe.check()
+    if init is None:
+        recipe.check_shape(base)
     objective = known.build(target.model, recipe, Start(init, vocab, train_set[0].tokens, markov_rank, markov))
     store = None
     if feature_dir is not None:
@@ -177,6 +180,7 @@ def train(
             "model": model,
             "examples": len(train_set),
             "init": str(init),
+            **_before(init),
             **({"markov_rank": markov_rank, "markov_kind": markov} if method == "dspark" else {}),
             # With --init these come from the drafter there.
             **{name: value for name, value in asdict(recipe).items() if init is None or name not in SHAPE},
@@ -189,6 +193,12 @@ def train(
     console.print(f"{'finished' if finished else 'stopped'} at step {trainer.step}; the drafter is in {output}")
     if not finished:
         raise typer.Exit(1)
+
+
+def _before(init: Path | None) -> dict[str, Any]:
+    """The log of the training that made the drafter in ``init``, for the log of what is made from it."""
+    file = init / "training.json" if init else None
+    return {"before": read_json(file)} if file and file.is_file() else {}
 
 
 SHAPE = ("layers", "taps", "mask_token_id")

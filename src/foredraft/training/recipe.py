@@ -37,14 +37,17 @@ class Recipe:
     anchors: int
     evaluation_drafts: int = 7
 
-    def check(self, target: ModelConfig) -> None:
-        """Raise UserError unless a drafter of a target of that shape can be trained so."""
+    def check_shape(self, target: ModelConfig) -> None:
+        """Raise UserError unless a new drafter of that target can have this shape."""
         if not 1 <= self.layers < target.num_layers:
             raise UserError(f"layers is {self.layers}, expected 1 to {target.num_layers - 1} for this target")
-        if not self.drafts or min(self.drafts) < 1:
-            raise UserError(f"draft tokens are {list(self.drafts)}, expected integers of at least 1")
         if not all(0 <= tap < target.num_layers for tap in self.taps):
             raise UserError(f"taps are {list(self.taps)}, expected layers of the target, 0 to {target.num_layers - 1}")
+
+    def check(self) -> None:
+        """Raise UserError unless a drafter can be trained so."""
+        if not self.drafts or min(self.drafts) < 1:
+            raise UserError(f"draft tokens are {list(self.drafts)}, expected integers of at least 1")
         if not self.gamma > 0:
             raise UserError(f"gamma is {self.gamma}, expected a number above 0")
         if self.anchors < 1:
