@@ -26,41 +26,57 @@ answer first 1200 1 512
 answer second 3600 11 1400
 [ -s "$out/mix.jsonl" ] || python "$here/mix.py" "$out/mix.jsonl" 7000 "$answers" "$out/second.jsonl" "$out/first.jsonl"
 
+# Everything the five have in common. They see the same texts, and share the target's features on disk.
 train() {
     local method=$1
     shift
-    foredraft train smollm2-135m --method "$method" --anchors 96 --answers-per-step 2 \
-        --max-answer-tokens 224 --held-out 64 --gamma 2.5 "$@"
+    foredraft train smollm2-135m --method "$method" --anchors 96 --answers-per-step 2 --max-answer-tokens 224 \
+        --held-out 64 --gamma 2.5 "$@"
 }
-# The five see the same texts in the same order, and share the target's features on disk.
 shared=(--data "$out/mix.jsonl" --feature-dir "$out/features" --feature-taps 1,10,19,26,28,29)
+plateau=(--learning-rate 1e-3 --decay 0.6)
+half=(--draft-tokens 5,7,7 --loss 0.5,0.5,0)
+
+# sequential METHOD STEPS "STEPS..." SHAPE...: a new drafter, then on from it with a fresh schedule, once for each further STEPS.
+sequential() {
+    local method=$1 steps=$2 before=$out/$1-0 seed=0
+    shift 2
+    local more=$1
+    shift
+    train "$method" "${shared[@]}" "${plateau[@]}" "${half[@]}" --output "$before" --draft-vocab-size 12288 "$@" \
+        --warmup 100 --steps "$steps" --evaluate-every 300
+    for steps in $more; do
+        seed=$((seed + 1))
+        train "$method" "${shared[@]}" "${plateau[@]}" "${half[@]}" --output "$out/$method-$seed" --init "$before" \
+            --warmup 60 --steps "$steps" --seed "$seed" --evaluate-every 300
+        before=$out/$method-$seed
+    done
+    ln -sfn "$(basename "$before")" "$out/$method"
+}
 
 for method in ${METHODS:-dflash dspark mtp eagle3 gemma4_mtp}; do
-    steps=2200
     case $method in
     dflash)
-        train dflash --data "$answers" --data "$out/first.jsonl" --output "$out/dflash-first" \
+        train dflash --data "$answers" --data "$out/first.jsonl" --output "$out/dflash-0" "${plateau[@]}" \
             --draft-vocab-size 12288 --layers 3 --taps 1,10,19,26 --draft-tokens 5,5,5,7,7,7,7,15 --loss 0.5,0.5,0 \
-            --learning-rate 1e-3 --warmup 100 --decay 0.6 --steps 5000 --evaluate-every 300
-        train dflash "${shared[@]}" --output "$out/dflash" --init "$out/dflash-first" \
-            --draft-tokens 5,5,7,7,7,7,15 --loss 0.5,0.5,0 \
-            --learning-rate 6e-4 --warmup 40 --decay 1.0 --steps 1200 --evaluate-every 300
+            --warmup 100 --steps 5000 --evaluate-every 300
+        train dflash "${shared[@]}" --output "$out/dflash" --init "$out/dflash-0" --draft-tokens 5,5,7,7,7,7,15 \
+            --loss 0.5,0.5,0 --learning-rate 6e-4 --warmup 40 --decay 1.0 --steps 1200 --evaluate-every 300
         ;;
     dspark)
-        train dspark "${shared[@]}" --output "$out/dspark" --init "$out/dflash" --markov-rank 64 \
-            --draft-tokens 3,5,7,7,8 --learning-rate 1e-3 --warmup 60 --decay 0.6 --steps 2000 --evaluate-every 400
+        train dspark "${shared[@]}" "${plateau[@]}" --output "$out/dspark-0" --init "$out/dflash" --markov-rank 64 \
+            --draft-tokens 3,5,7,7,8 --warmup 60 --steps 2000 --evaluate-every 400
+        train dspark "${shared[@]}" "${plateau[@]}" --output "$out/dspark" --init "$out/dspark-0" \
+            --draft-tokens 3,5,7,7,8 --warmup 60 --steps 2000 --seed 1 --evaluate-every 500
         ;;
-    *)
-        [ "$method" = gemma4_mtp ] && steps=1800
-        taps=$([ "$method" = eagle3 ] && echo --taps 1,19,28 || true)
-        train "$method" "${shared[@]}" --output "$out/$method" --draft-vocab-size 12288 $taps \
-            --draft-tokens 5,7,7 --loss 0.5,0.5,0 --learning-rate 1e-3 --warmup 100 --decay 0.6 --steps "$steps" --evaluate-every 300
-        ;;
+    mtp) sequential mtp 2200 "4000" ;;
+    gemma4_mtp) sequential gemma4_mtp 1800 "5000" ;;
+    eagle3) sequential eagle3 2200 "1200 2800" --taps 1,19,28 ;;
     esac
     # What ships: in 8 bits, calibrated on prompts that nobody was trained on.
     foredraft export smollm2-135m --method "$method" --drafter "$out/$method" --format compact \
         --output "$out/shipped/$method-smollm2-135m"
     tail -n 240 "$out/second-all-prompts.jsonl" > "$out/calibration-prompts.jsonl"
     foredraft calibrate smollm2-135m --method "$method" --drafter "$out/shipped/$method-smollm2-135m" \
-        --data "$out/calibration-prompts.jsonl" --num-prompts 60 --output "$out/shipped/$method-smollm2-135m"
+        --data "$out/calibration-prompts.jsonl" --num-prompts 100 --output "$out/shipped/$method-smollm2-135m"
 done
