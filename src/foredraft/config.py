@@ -17,7 +17,7 @@ class SpeculativeConfig:
 
     method: a drafting method (``foredraft.drafters.METHODS``). model: the drafter's folder or Hub id; None takes
     the drafter that ships for the embedded target. num_speculative_tokens: N, draft tokens a round; None takes the
-    drafter's own default; auto chooses in every round, by costs that are measured at the start and by what is kept.
+    drafter's own default; auto chooses in every round, by what rounds cost and by what is kept.
     acceptance_rule: ``exact`` keeps a draft token iff it equals the token the target samples there, so that the
     output is that of plain decoding; ``rejection`` is the standard rule, which keeps the distribution only.
     """

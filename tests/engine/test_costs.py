@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from statistics import fmean, median
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from scripted import PlainDecoder, ScriptedDrafter
 from tiny import tiny_target
 
 from foredraft.config import EngineConfig
-from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts, LiveCosts, measure
+from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts, LiveCosts, measure, smoothed
 from foredraft.engine.engine import Engine
 from foredraft.sampling_params import SamplingParams
 
@@ -47,6 +48,24 @@ def test_drafting_costs_are_a_plane_of_their_corners(sequences: int, tokens: int
         for length in {1, tokens}:
             assert cost(count, length) == pytest.approx(true(count, length))
     assert cost.step(1) == pytest.approx(0.2 if tokens > 1 else 0)
+
+
+def test_small_dents_of_a_curve_are_smoothed_and_steps_are_not() -> None:
+    rng = random.Random(1)
+
+    def times(seconds: float) -> list[float]:
+        return [seconds * math.exp(rng.gauss(0, 0.03)) for _ in range(9)]
+
+    straight = {rows: 6 + 0.1 * rows for rows in (1, 2, 3, 4, 6, 8)}
+    trials = [
+        (smoothed(found), found) for found in ({rows: times(straight[rows]) for rows in straight} for _ in range(50))
+    ]
+    errors = [fmean(abs(smooth[rows] - straight[rows]) for rows in straight) for smooth, _ in trials]
+    raw = [fmean(abs(median(found[rows]) - straight[rows]) for rows in straight) for _, found in trials]
+    assert fmean(errors) < 0.75 * fmean(raw)
+    stepped = smoothed({rows: times(6 if rows < 4 else 9) for rows in (1, 2, 3, 4, 5, 6)})
+    assert all(stepped[rows] == pytest.approx(6 if rows < 4 else 9, rel=0.07) for rows in stepped)
+    assert smoothed({1: [2.0], 4: [3.0]}) == {1: 2.0, 4: 3.0}
 
 
 def live() -> LiveCosts:

@@ -130,7 +130,7 @@ def learn(offsets: Sequence[Offset], p: float, kept: bool) -> None:
 
 @dataclass
 class Expectation:
-    """Mean survival of each position over rounds, of late ones above all; empty before the first."""
+    """Mean survival, or worth, of each position over rounds, of late ones above all; empty before the first."""
 
     survivals: list[float]
     least_pace: float
@@ -163,6 +163,8 @@ FIRST_GUESS = 0.8
 TRUSTED, SHRINKAGE, FORGETTING = 20, 3, 0.99
 """Rounds of a sequence that count at most, those that the average of all counts for, and what is left of its own
 after a round in which it does not draft."""
+NEGLIGIBLE = 0.01
+"""Survival below which no token is drafted on average."""
 PATIENCE = 16
 """The fewest rounds between two tries to draft where that does not seem to pay."""
 TRYING = 0.015
@@ -187,12 +189,12 @@ class AutoBudget:
         self._shared = Offset(1.0, 0.005)
         self._positions = [Offset(0.3, 0.005) for _ in range(max_tokens)]
         self._expected = Expectation([FIRST_GUESS**k for k in range(1, max_tokens + 1)], 0.02)
+        self._worth = Expectation(list(self._expected.survivals), 0.02)
         self._deepest = 0
         self._beliefs: dict[Running, Belief] = {}
         self._round = self._last_try = 0
         self._trying: Running | None = None
-        self._spent = 0.0
-        self._confident = True
+        self._spent = self._row_price = 0.0
         self._ask()
 
     def _ask(self) -> None:
@@ -215,7 +217,8 @@ class AutoBudget:
             belief.confidences, belief.sent = (), 0
         able = {index: self._survivals(beliefs[index])[:room] for index, room in rooms.items()}
         lengths, rate = self._best_lengths(able, len(decoding), others)
-        longest = self._worth_drafting([able[index] for index in lengths], max(lengths.values(), default=0), rate)
+        self._row_price = rate * self._slope(others + len(decoding), sum(lengths.values()))
+        longest = self._worth_drafting(len(lengths), max(lengths.values(), default=0), rate)
         planned = {index: min(rooms[index], longest) for index in lengths}
         tried = self._try(rooms, beliefs, planned, others)
         if tried is not None:
@@ -226,9 +229,7 @@ class AutoBudget:
         if planned:
             # As a round like this usually does: what a deeper draft costs on top is no reason to verify more.
             self._spent = self._draft(len(planned), max(lengths.values(), default=1))
-            drafting = [beliefs[index] for index in planned]
-            rows = others + len(decoding), max(1, sum(lengths.values()))
-            self.stop = self._stop(drafting, list(planned.values()), rows, rate)
+            self.stop = self._stop([beliefs[index] for index in planned], list(planned.values()), rate)
         return planned
 
     def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
@@ -238,7 +239,6 @@ class AutoBudget:
             belief = self._beliefs[work[index].sequence]
             draft = proposals[index]
             # Without confidences, what became of earlier tokens is all there is to go by.
-            self._confident &= draft.confidences is not None or not draft.token_ids
             belief.confidences = draft.confidences or (FIRST_GUESS,) * len(draft.token_ids)
             corrected = (self._corrected(belief, k, raw) for k, raw in enumerate(belief.confidences))
             survivals.append(list(accumulate(corrected, mul)))
@@ -287,17 +287,24 @@ class AutoBudget:
         return 1 / (1 + math.exp(-logit))
 
     def _expect(self, belief: Belief, survivals: list[float]) -> None:
-        """Take in the survivals of a round. Beyond what was drafted, they go on to fall as they do on average, or,
-        where nobody has drafted yet, as they did up to there."""
+        """Take in the survivals of a round."""
         self._deepest = max(self._deepest, len(survivals))
-        average = self._expected.survivals
-        for k in range(len(survivals), self._max_tokens):
-            falls = average[k] / average[k - 1] if k < self._deepest else survivals[-1] ** (1 / len(survivals))
-            survivals = [*survivals, survivals[-1] * min(1.0, falls)]
+        worth = [max(1e-9, value - self._row_price) for value in survivals]
+        self._worth.update(self._extended(worth, self._worth.survivals))
+        seen = self._extended(survivals, self._expected.survivals)
         if not belief.expected.rounds:
             belief.expected.survivals = list(self._expected.survivals)
-        belief.expected.update(survivals)
-        self._expected.update(survivals)
+        belief.expected.update(seen)
+        self._expected.update(seen)
+
+    def _extended(self, values: list[float], average: Sequence[float]) -> list[float]:
+        """To all positions: beyond what was drafted, values go on to fall as they do on average, or, where nobody has
+        drafted yet, as they did up to there."""
+        values, last, usual = list(values), values[-1], values[-1] ** (1 / len(values))
+        for k in range(len(values), self._max_tokens):
+            last *= min(1.0, average[k] / average[k - 1] if k < self._deepest else usual)
+            values.append(last)
+        return values
 
     def _best_lengths(
         self, able: Mapping[int, Sequence[float]], decoding: int, others: int
@@ -310,7 +317,7 @@ class AutoBudget:
         tau = float(decoding)
         best = tau / verify(others + decoding)
         indices = list(able)
-        order = admissions(list(able.values()))
+        order = admissions([[value for value in own if value > NEGLIGIBLE] for own in able.values()])
         admitted = sequences = longest = 0
         for count, (survival, j, _) in enumerate(order, start=1):
             tau += survival
@@ -321,15 +328,19 @@ class AutoBudget:
                 best, admitted = rate, count
         return {indices[r]: j for _, j, r in order[:admitted]}, best
 
-    def _worth_drafting(self, expected: Sequence[Sequence[float]], longest: int, rate: float) -> int:
-        """How far to draft: further than is verified on average, as long as a token that a good round would verify is
-        likely enough for what it costs to draft. Without confidences no round shows to be good."""
-        if not self._confident:
-            return longest
-        price = rate * self._step(max(1, len(expected)))
-        while longest < self._max_tokens and sum(own[longest] for own in expected if len(own) > longest) > 2 * price:
+    def _worth_drafting(self, drafting: int, longest: int, rate: float) -> int:
+        """How far to draft: further than is verified on average, as long as what rounds gain by a token at that place,
+        of those in which it is verified, is worth more than drafting it in all."""
+        price = rate * self._step(max(1, drafting))
+        while longest < self._max_tokens and drafting * self._worth.survivals[longest] > price:
             longest += 1
         return longest
+
+    def _slope(self, plain: int, drafted: int) -> float:
+        """Seconds of one more row in a pass with ``plain`` rows and about ``drafted`` draft tokens."""
+        around = (max(1, drafted) + 1) // 2
+        rows = plain + max(1, drafted)
+        return (self._verify(rows + around) - self._verify(rows - around)) / (2 * around)
 
     def _try(
         self, rooms: Mapping[int, int], beliefs: Mapping[int, Belief], planned: Mapping[int, int], others: int
@@ -347,14 +358,10 @@ class AutoBudget:
             return None
         return min(idle, key=lambda index: beliefs[index].drafted)
 
-    def _stop(self, beliefs: Sequence[Belief], limits: Sequence[int], rows: tuple[int, int], rate: float) -> Stop:
-        """rows: of the coming pass without draft tokens, and how many draft tokens it is expected to have."""
+    def _stop(self, beliefs: Sequence[Belief], limits: Sequence[int], rate: float) -> Stop:
         survivals = [1.0] * len(limits)
         going = len(limits)
-        plain, drafted = rows
-        around = (drafted + 1) // 2
-        ends = (self._verify(plain + drafted + sign * around) for sign in (1, -1))
-        slope = (next(ends) - next(ends)) / (2 * around)
+        row_price = self._row_price
         means = [self._survivals(belief) for belief in beliefs]
 
         def stop(request: int, confidence: float, k: int) -> bool:
@@ -363,7 +370,7 @@ class AutoBudget:
             if k < limits[request]:
                 next_one = survivals[request] * means[request][k] / means[request][k - 1]
                 # A step costs what it costs: the fewer still draft, the more each of them has to bring.
-                if next_one >= rate * (self._step(going) / going + slope):
+                if next_one >= rate * self._step(going) / going + row_price:
                     return False
             going -= 1
             return True

@@ -3,16 +3,17 @@
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
 
 import torch
 
 from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.engine.sampler import greedy_rows
 from foredraft.models.batch import flat_batch
 from foredraft.models.cache import Cache
 from foredraft.models.decoder import DecoderModel
@@ -22,7 +23,7 @@ CONTEXT = 32
 """Positions before the rows that are measured, in each slot."""
 SLOTS = 8
 """The most sequences that are measured together."""
-REPEATS = 5
+REPEATS = 9
 SECONDS = 1.0
 """Measuring ends after about this long; what is not measured by then is extrapolated."""
 
@@ -124,7 +125,7 @@ class Factor:
     mean: float = 0.0
 
 
-FREE, TIED = (0.05, 0.001), (0.005, 0.0002)
+FREE, TIED = (0.05, 0.001), (0.002, 0.0002)
 """Variances, before the first time and at least, of a factor that stands alone and of one that adds to another."""
 
 
@@ -212,25 +213,30 @@ def measure(
         cache.commit(slot, context)
     drafter.observe(batch, taps, [context] * slots)
 
-    def verify(rows: int) -> float:
+    def verifying(rows: int) -> Callable[[], object]:
         sequences = min(slots, -(-rows // (max_tokens + 1)))
         counts = [rows // sequences + (index < rows % sequences) for index in range(sequences)]
         own = [[0] * count for count in counts]
-        passed = flat_batch(own, [context] * sequences, range(sequences), device=target.device)
-        return _median(lambda: target.forward(passed, cache, drafter.taps), target.device)
+        passed = flat_batch(own, [context] * sequences, range(sequences), counts, target.device)
+        return lambda: greedy_rows(target.forward(passed, cache, drafter.taps).logits)
 
     one = flat_batch([[0]], [context], [0], device=target.device)
 
     def draft(sequences: int, count: int) -> float:
         requests = [DraftRequest(slot, 0, context) for slot in range(sequences)]
-        return _median(lambda: drafter.propose(requests, count), target.device, lambda: target.forward(one, cache))
+        drafting = {0: lambda: drafter.propose(requests, count)}
+        return median(_times(drafting, target.device, lambda: target.forward(one, cache))[0])
 
     drafting = DraftCost.through(draft, slots, max_tokens)
-    measured: dict[int, float] = {}
-    for rows in _sizes(max_tokens, min(max_num_seqs * (max_tokens + 1), slots * max(1, max_len - context))):
-        if len(measured) > 1 and perf_counter() - began > SECONDS:
+    least, most = max_tokens + 1, min(max_num_seqs * (max_tokens + 1), slots * max(1, max_len - context))
+    small = [rows for rows in sorted({*ROWS, least}) if rows <= min(least, most)]
+    # In turns, so that a machine that slows down does so for all of them.
+    times = _times({rows: verifying(rows) for rows in small}, target.device)
+    measured = smoothed(times)
+    for rows in (rows for rows in ROWS if least < rows <= most):
+        if perf_counter() - began > SECONDS:
             break
-        measured[rows] = verify(rows)
+        measured[rows] = median(_times({rows: verifying(rows)}, target.device)[rows])
     for slot in range(slots):
         cache.release(slot)
         drafter.release(slot)
@@ -239,28 +245,49 @@ def measure(
     return costs
 
 
-def _sizes(max_tokens: int, most: int) -> Iterator[int]:
-    """Row counts in the order in which they matter: plain decoding, the longest verification of one sequence, more."""
-    first = (1, min(max_tokens + 1, most))
-    yield from dict.fromkeys((*first, *(rows for rows in ROWS if rows <= most)))
+def smoothed(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Seconds of a pass by its rows, from several times of each: medians, drawn to the line through all of them.
+
+    What one row more costs is less than the noise of a median, and a curve with dents leads to decisions that differ by
+    several tokens. A median stays where it is as far as it is further from the line than its own error (the positive
+    part of James and Stein's estimator).
+    """
+    medians = {rows: median(found) for rows, found in times.items()}
+    if len(medians) < 3:
+        return medians
+    centre, level = fmean(medians), fmean(medians.values())
+    spread = sum((rows - centre) ** 2 for rows in medians)
+    slope = max(0.0, sum((rows - centre) * value for rows, value in medians.items()) / spread)
+    smooth = {}
+    for rows, value in medians.items():
+        line = level + slope * (rows - centre)
+        error = 1.86 * median(abs(time - value) for time in times[rows]) / math.sqrt(len(times[rows]))
+        apart = (value - line) ** 2
+        smooth[rows] = line + (value - line) * (max(0.0, 1 - 2 * error**2 / apart) if apart else 0.0)
+    return smooth
 
 
-def _median(run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        if before:
-            before()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(perf_counter() - begin)
-        if sum(times) > SECONDS / 4:
+def _times(
+    runs: Mapping[int, Callable[[], object]], device: torch.device, before: Callable[[], object] | None = None
+) -> dict[int, list[float]]:
+    """Seconds of each run, in turns, several times after one that does not count."""
+    found: dict[int, list[float]] = {name: [] for name in runs}
+    began = perf_counter()
+    for turn in range(REPEATS + 1):
+        for name, run in runs.items():
+            if before:
+                before()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begin = perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn:
+                found[name].append(perf_counter() - begin)
+        if turn and perf_counter() - began > SECONDS / 2:
             break
-    return median(times)
+    return found
 
 
 def _line(at_one: float, at_most: float | None, most: int) -> tuple[float, float]:
