@@ -198,7 +198,7 @@ def top(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "message"),
     [
         (top(architectures=["DFlashDraftModel"]), "not a Gemma4AssistantForCausalLM"),
-        (top(text_config=[]), "has no `text_config`|must be an object"),
+        (top(text_config=[]), "has no `text_config`|expected an object"),
         (text(model_type="gemma3_text"), "text_config.model_type 'gemma3_text' is not supported; known: gemma4_text"),
         (text(enable_moe_block=True), "text_config.enable_moe_block is True"),
         (text(hidden_size_per_layer_input=256), "text_config.hidden_size_per_layer_input is 256"),

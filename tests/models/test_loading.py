@@ -15,7 +15,7 @@ from tiny import CONFIG, model_tensors, save_tokenizer
 
 from foredraft.errors import UserError
 from foredraft.models.batch import flat_batch
-from foredraft.models.configuration import check_kinds, read_json
+from foredraft.models.configuration import check_kinds, read_configuration, read_json
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loading import load_target, resolve
 
@@ -211,13 +211,13 @@ def test_read_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"vocab_size": "x"}, '`vocab_size` is "x", expected an integer, at least 1'),
-        ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
-        ({"head_dim": 1.5}, "`head_dim` is 1.5"),
-        ({"hidden_size": True}, "`hidden_size` is true"),
-        ({"text_config": {"rope_parameters": {"factor": []}}}, "`factor` is \\[\\], expected a number"),
-        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is NaN"),
-        ({"mask_token_id": -1}, "expected a token id"),
+        ({"vocab_size": "x"}, "vocab_size is 'x', expected an integer of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"head_dim": 1.5}, "head_dim is 1.5"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"text_config": {"rope_parameters": {"factor": []}}}, "factor is \\[\\], expected a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"mask_token_id": -1}, "mask_token_id is -1, expected an integer of at least 0"),
         ({"dflash_config": {"target_layer_ids": [1, "x"]}}, "expected a list of integers"),
         ({"model_type": ["x"]}, "expected a string"),
         ({"architectures": "x"}, "expected a list of strings"),
@@ -228,6 +228,13 @@ def test_read_json(tmp_path: Path) -> None:
 def test_fields_of_the_wrong_kind_are_named(fields, says):
     with pytest.raises(UserError, match=f"config.json: .*{says}"):
         check_kinds(fields, "config.json")
+
+
+def test_null_counts_as_absent(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"a": null, "text_config": {"head_dim": null, "b": 1}, "rope_scaling": null}'
+    )
+    assert read_configuration(tmp_path / "config.json") == {"text_config": {"b": 1}}
 
 
 def test_kinds_that_are_right():

@@ -17,7 +17,6 @@ _SIZES = {
     "head_dim",
     "hidden_size",
     "intermediate_size",
-    "markov_rank",
     "max_position_embeddings",
     "mtp_num_hidden_layers",
     "num_attention_heads",
@@ -26,11 +25,11 @@ _SIZES = {
     "num_key_value_heads",
     "num_speculative_tokens",
     "num_target_layers",
-    "original_max_position_embeddings",
     "sliding_window",
     "target_hidden_size",
     "vocab_size",
 }
+_COUNTS = {"markov_rank", "mask_token_id", "original_max_position_embeddings"}
 _NUMBERS = {
     "attention_factor",
     "beta_fast",
@@ -85,9 +84,9 @@ def check_kinds(config: Mapping[str, Any], source: str) -> None:
     """Raise UserError where a field that is known by name is not what it must be, in objects within objects too."""
     for name, value in config.items():
         if name in _SIZES:
-            expected = None if _whole(value) and value >= 1 else "an integer, at least 1"
-        elif name == "mask_token_id":
-            expected = None if _whole(value) and value >= 0 else "a token id"
+            expected = None if _whole(value) and value >= 1 else "an integer of at least 1"
+        elif name in _COUNTS:
+            expected = None if _whole(value) and value >= 0 else "an integer of at least 0"
         elif name in _NUMBERS:
             expected = None if _number(value) else "a number"
         elif name in _INDICES:
@@ -102,8 +101,8 @@ def check_kinds(config: Mapping[str, Any], source: str) -> None:
         else:
             expected = None
         if expected:
-            said = json.dumps(value)
-            raise UserError(f"{source}: `{name}` is {said[:80]}{'...' * (len(said) > 80)}, expected {expected}")
+            said = repr(value)
+            raise UserError(f"{source}: {name} is {said[:80]}{'...' * (len(said) > 80)}, expected {expected}")
         if isinstance(value, dict):
             check_kinds(value, source)
 
