@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ def answers(tmp_path: Path) -> Path:
     return file
 
 
-def log_of(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "training.json").read_text())
+def log_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "training.json").read_text())
     return found
 
 
@@ -37,12 +38,12 @@ def test_a_drafter_made_from_another_carries_its_log(
     shape = ["--method", "dflash", "--taps", "0,1", "--layers", "1", "--draft-vocab-size", "8"]
     status, _, err = foredraft(*common, *shape, "--steps", "2", "--output", first)
     assert status == 0, err
-    assert log_of(first)["config"]["taps"] == [0, 1] and "before" not in log_of(first)["config"]  # type: ignore[index, operator]
+    assert log_of(first)["config"]["taps"] == [0, 1] and "before" not in log_of(first)["config"]
     status, _, err = foredraft(*common, "--method", "dspark", "--init", first, "--steps", "1", "--output", second)
     assert status == 0, err
     config = log_of(second)["config"]
-    assert config["before"] == log_of(first)  # type: ignore[index]
+    assert config["before"] == log_of(first)
     # Its shape is in the drafter, not in the options.
-    assert "taps" not in config and "layers" not in config  # type: ignore[operator]
+    assert "taps" not in config and "layers" not in config
     written = json.loads((second / "config.json").read_text())
     assert written["num_hidden_layers"] == 1 and written["draft_vocab_size"] == 8

@@ -25,7 +25,8 @@ SLOTS = 8
 """The most sequences that are measured together."""
 REPEATS = 9
 SECONDS = 1.0
-"""Measuring ends after about this long; what is not measured by then is extrapolated."""
+"""After half of this, a group of sizes is timed no more, but every one at least once; larger sizes that have not come
+by then are extrapolated."""
 
 
 @dataclass(frozen=True)
