@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted import PlainDecoder, ScriptedDrafter
 from tiny import tiny_target
@@ -115,6 +115,7 @@ def test_a_pass_larger_than_any_measured_becomes_a_point() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.floats(0, 1e6)), max_size=30))
+@example([(1, 5e-324)])
 def test_no_times_break_the_costs(times: list[tuple[int, float]]) -> None:
     costs = live()
     for rows, seconds in times:

@@ -113,6 +113,8 @@ SURPRISE = 0.4
 BEYOND = 1.5
 """A pass with this many times the rows of the largest measured becomes a point of the curve."""
 
+SHORTEST = 1e-9
+"""Seconds; a clock that says less says nothing."""
 EVERY = 8
 """Passes after which corrections are published: a decision is made in microseconds, so they must be few."""
 
@@ -146,7 +148,7 @@ class LiveCosts:
 
     def verified(self, rows: int, seconds: float) -> None:
         """A pass of the target with ``rows`` rows took ``seconds``."""
-        if seconds <= 0:
+        if seconds < SHORTEST:
             return
         known = self._passing
         new = rows >= BEYOND * known.rows[-1]
@@ -163,7 +165,7 @@ class LiveCosts:
     def drafted(self, lengths: Sequence[int], seconds: float) -> None:
         """Drafting these numbers of tokens, one for each sequence, took ``seconds``."""
         expected = self._drafting.of(lengths)
-        if seconds > 0 and expected > 0:
+        if seconds >= SHORTEST and expected > 0:
             _follow([(self._draft, 1.0)], seconds / expected)
 
     def _near(self, rows: int) -> list[tuple[Factor, float]]:
