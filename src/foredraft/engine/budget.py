@@ -32,10 +32,11 @@ def admissions(survivals: Sequence[Sequence[float]]) -> list[tuple[float, int, i
     for r, own in enumerate(survivals):
         least = 1.0
         for j, value in enumerate(own, start=1):
-            least = min(least, value)
-            found.append((least, j, r))
-    found.sort(key=lambda entry: (-entry[0], entry[1]))
-    return found
+            if value < least:
+                least = value
+            found.append((-least, j, r))
+    found.sort()
+    return [(-negative, j, r) for negative, j, r in found]
 
 
 def choose(survivals: Sequence[Sequence[float]], cost: Callable[[int], float], look_ahead: bool = False) -> list[int]:
@@ -130,20 +131,37 @@ def learn(offsets: Sequence[Offset], p: float, kept: bool) -> None:
 
 @dataclass
 class Expectation:
-    """Mean survival, or worth, of each position over rounds, of late ones above all; empty before the first."""
+    """Mean survival, or worth, of each position over rounds, of late ones above all.
 
-    survivals: list[float]
+    ratios: of each mean to the one before it. A round that drafts less far than others leaves those of the later
+    positions as they are; where no round has drafted, a ratio is the geometric mean of those up to there.
+    """
+
+    ratios: list[float]
     least_pace: float
     rounds: int = 0
+    deepest: int = 0
+
+    def means(self) -> list[float]:
+        return list(accumulate(self.ratios, mul))
 
     def update(self, seen: Sequence[float]) -> None:
-        """Move towards the survivals of a round, which knows of all positions."""
+        """Move towards the survivals, positive and never rising, of what a round drafted."""
         self.rounds += 1
         pace = max(self.least_pace, 1 / (self.rounds + 3))
-        self.survivals = [max(1e-9, old + pace * (new - old)) for old, new in zip(self.survivals, seen, strict=True)]
+        old = new = 1.0
+        for k, value in enumerate(seen):
+            before = new
+            old *= self.ratios[k]
+            new = old + pace * (value - old)
+            self.ratios[k] = new / before
+        if len(seen) >= self.deepest:
+            self.deepest = len(seen)
+            beyond = len(self.ratios) - len(seen)
+            self.ratios[len(seen) :] = [new ** (1 / len(seen))] * beyond
 
 
-@dataclass
+@dataclass(eq=False)
 class Belief:
     """What the budget expects of one sequence.
 
@@ -163,6 +181,9 @@ FIRST_GUESS = 0.8
 TRUSTED, SHRINKAGE, FORGETTING = 20, 3, 0.99
 """Rounds of a sequence that count at most, those that the average of all counts for, and what is left of its own
 after a round in which it does not draft."""
+HOLDS = 4
+"""Rounds for which a decision about drafting holds while the same sequences go on: it changes slowly, and takes a share
+of a small model's pass."""
 NEGLIGIBLE = 0.01
 """Survival below which no token is drafted on average."""
 PATIENCE = 16
@@ -188,13 +209,17 @@ class AutoBudget:
         self._look_ahead = look_ahead
         self._shared = Offset(1.0, 0.005)
         self._positions = [Offset(0.3, 0.005) for _ in range(max_tokens)]
-        self._expected = Expectation([FIRST_GUESS**k for k in range(1, max_tokens + 1)], 0.02)
-        self._worth = Expectation(list(self._expected.survivals), 0.02)
-        self._deepest = 0
+        self._expected = Expectation([FIRST_GUESS] * max_tokens, 0.02)
+        self._worth = Expectation([FIRST_GUESS] * max_tokens, 0.02)
         self._beliefs: dict[Running, Belief] = {}
         self._round = self._last_try = 0
         self._trying: Running | None = None
-        self._spent = self._row_price = 0.0
+        self._spent = self._row_price = self._rate = 0.0
+        self._news: list[tuple[Belief, list[float]]] = []
+        self._situation: tuple[dict[int, Belief], dict[int, int], int] = ({}, {}, 0)
+        self._until = 0
+        self._planned: dict[int, int] = {}
+        self._asked_of: list[tuple[Belief, list[float], int]] = []
         self._ask()
 
     def _ask(self) -> None:
@@ -205,46 +230,63 @@ class AutoBudget:
         self._affordable = _affordable(draft, self._max_tokens)
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
-        if self._costs.verify is not self._asked:
-            self._ask()
         self._round += 1
         self._trying = self.stop = None
         rooms = _rooms(work, self._max_tokens)
-        decoding = [index for index, item in enumerate(work) if item.sequence.decoding]
-        others = sum(item.count for item in work) - len(decoding)
-        beliefs = {index: self._belief(work[index].sequence) for index in decoding}
-        for belief in beliefs.values():
-            belief.confidences, belief.sent = (), 0
-        able = {index: self._survivals(beliefs[index])[:room] for index, room in rooms.items()}
-        lengths, rate = self._best_lengths(able, len(decoding), others)
-        self._row_price = rate * self._slope(others + len(decoding), sum(lengths.values()))
+        beliefs = {}
+        others = 0
+        for index, item in enumerate(work):
+            if item.sequence.decoding:
+                beliefs[index] = belief = self._belief(item.sequence)
+                belief.confidences, belief.sent = (), 0
+            else:
+                others += item.count
+        situation = (beliefs, rooms, others)
+        if self._round >= self._until or situation != self._situation:
+            self._situation = situation
+            self._decide(work)
+        for index in self._planned:
+            beliefs[index].drafted = self._round
+        if self._planned:
+            self.stop = self._stop()
+        return dict(self._planned)
+
+    def _decide(self, work: Sequence[Work]) -> None:
+        if self._costs.verify is not self._asked:
+            self._ask()
+        self._take_in()
+        beliefs, rooms, others = self._situation
+        able = {index: self._survivals(beliefs[index]) for index in rooms}
+        lengths, rate = self._best_lengths(able, rooms, len(beliefs), others)
+        self._row_price = rate * self._slope(others + len(beliefs), sum(lengths.values()))
         longest = self._worth_drafting(len(lengths), max(lengths.values(), default=0), rate)
         planned = {index: min(rooms[index], longest) for index in lengths}
         tried = self._try(rooms, beliefs, planned, others)
+        self._until = self._round + HOLDS
         if tried is not None:
-            self._trying, self._last_try = work[tried].sequence, self._round
+            self._trying, self._last_try, self._until = work[tried].sequence, self._round, 0
             planned[tried] = min(rooms[tried], max(longest, self._affordable))
-        for index in planned:
-            beliefs[index].drafted = self._round
+        self._planned, self._rate = planned, rate
+        self._asked_of = [(beliefs[index], able[index], limit) for index, limit in planned.items()]
         if planned:
             # As a round like this usually does: what a deeper draft costs on top is no reason to verify more.
             self._spent = self._draft(len(planned), max(lengths.values(), default=1))
-            self.stop = self._stop([beliefs[index] for index in planned], list(planned.values()), rate)
-        return planned
 
     def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
         decoding = [index for index, item in enumerate(work) if item.sequence.decoding]
-        survivals = []
+        survivals: list[list[float]] = []
         for index in decoding:
             belief = self._beliefs[work[index].sequence]
             draft = proposals[index]
             # Without confidences, what became of earlier tokens is all there is to go by.
             belief.confidences = draft.confidences or (FIRST_GUESS,) * len(draft.token_ids)
-            corrected = (self._corrected(belief, k, raw) for k, raw in enumerate(belief.confidences))
-            survivals.append(list(accumulate(corrected, mul)))
-        for index, own in zip(decoding, survivals, strict=True):
+            own, product = [], 1.0
+            for k, raw in enumerate(belief.confidences):
+                product *= self._corrected(belief, k, raw)
+                own.append(product)
+            survivals.append(own)
             if own:
-                self._expect(self._beliefs[work[index].sequence], own)
+                self._news.append((belief, own))
         others = sum(item.count for item in work) - len(decoding)
         verify = self._verify
         lengths = choose(survivals, lambda rows: self._spent + verify(others + rows), self._look_ahead)
@@ -275,10 +317,11 @@ class AutoBudget:
         """Mean survivals of a sequence: its own, and the fewer or older they are, the more those of all."""
         weight = min(belief.expected.rounds, TRUSTED) * FORGETTING ** (self._round - belief.drafted)
         if not weight:
-            return self._expected.survivals
+            return self._expected.means()
         share = weight / (weight + SHRINKAGE)
-        pairs = zip(belief.expected.survivals, self._expected.survivals, strict=True)
-        return [share * own + (1 - share) * average for own, average in pairs]
+        rest = 1 - share
+        pairs = zip(belief.expected.means(), self._expected.means(), strict=True)
+        return [share * own + rest * average for own, average in pairs]
 
     def _corrected(self, belief: Belief, k: int, confidence: float) -> float:
         """P(kept | the ones before kept) of the token at place ``k``, from 0."""
@@ -286,28 +329,19 @@ class AutoBudget:
         logit = math.log(held / (1 - held)) + self._shared.mean + self._positions[k].mean + belief.offset.mean
         return 1 / (1 + math.exp(-logit))
 
-    def _expect(self, belief: Belief, survivals: list[float]) -> None:
-        """Take in the survivals of a round."""
-        self._deepest = max(self._deepest, len(survivals))
-        worth = [max(1e-9, value - self._row_price) for value in survivals]
-        self._worth.update(self._extended(worth, self._worth.survivals))
-        seen = self._extended(survivals, self._expected.survivals)
-        if not belief.expected.rounds:
-            belief.expected.survivals = list(self._expected.survivals)
-        belief.expected.update(seen)
-        self._expected.update(seen)
-
-    def _extended(self, values: list[float], average: Sequence[float]) -> list[float]:
-        """To all positions: beyond what was drafted, values go on to fall as they do on average, or, where nobody has
-        drafted yet, as they did up to there."""
-        values, last, usual = list(values), values[-1], values[-1] ** (1 / len(values))
-        for k in range(len(values), self._max_tokens):
-            last *= min(1.0, average[k] / average[k - 1] if k < self._deepest else usual)
-            values.append(last)
-        return values
+    def _take_in(self) -> None:
+        """The survivals of the rounds since the last decision."""
+        price = self._row_price
+        for belief, survivals in self._news:
+            self._worth.update([max(1e-9, value - price) for value in survivals])
+            if not belief.expected.rounds:
+                belief.expected.ratios, belief.expected.deepest = list(self._expected.ratios), self._expected.deepest
+            belief.expected.update(survivals)
+            self._expected.update(survivals)
+        self._news.clear()
 
     def _best_lengths(
-        self, able: Mapping[int, Sequence[float]], decoding: int, others: int
+        self, able: Mapping[int, Sequence[float]], rooms: Mapping[int, int], decoding: int, others: int
     ) -> tuple[dict[int, int], float]:
         """Draft lengths with the most tokens a second by mean survivals, drafting included, and those tokens a second;
         only of sequences that draft, so none where plain decoding has more."""
@@ -317,22 +351,34 @@ class AutoBudget:
         tau = float(decoding)
         best = tau / verify(others + decoding)
         indices = list(able)
-        order = admissions([[value for value in own if value > NEGLIGIBLE] for own in able.values()])
+        order = admissions(
+            [[value for value in own[: rooms[index]] if value > NEGLIGIBLE] for index, own in able.items()]
+        )
         admitted = sequences = longest = 0
         for count, (survival, j, _) in enumerate(order, start=1):
             tau += survival
-            sequences += j == 1
-            longest = max(longest, j)
-            rate = tau / (draft(sequences, longest) + verify(others + decoding + count))
+            if j == 1:
+                sequences += 1
+            if j > longest:
+                longest = j
+            seconds = draft(sequences, longest) + verify(others + decoding + count)
+            rate = tau / seconds
             if rate > best:
                 best, admitted = rate, count
+            elif tau + survival * (len(order) - count) <= best * seconds:
+                break  # Not even if all that is left cost nothing.
         return {indices[r]: j for _, j, r in order[:admitted]}, best
 
     def _worth_drafting(self, drafting: int, longest: int, rate: float) -> int:
         """How far to draft: further than is verified on average, as long as what rounds gain by a token at that place,
         of those in which it is verified, is worth more than drafting it in all."""
         price = rate * self._step(max(1, drafting))
-        while longest < self._max_tokens and drafting * self._worth.survivals[longest] > price:
+        ratios = self._worth.ratios
+        worth = drafting * math.prod(ratios[:longest])
+        while longest < self._max_tokens:
+            worth *= ratios[longest]
+            if worth <= price:
+                break
             longest += 1
         return longest
 
@@ -358,17 +404,17 @@ class AutoBudget:
             return None
         return min(idle, key=lambda index: beliefs[index].drafted)
 
-    def _stop(self, beliefs: Sequence[Belief], limits: Sequence[int], rate: float) -> Stop:
-        survivals = [1.0] * len(limits)
-        going = len(limits)
-        row_price = self._row_price
-        means = [self._survivals(belief) for belief in beliefs]
+    def _stop(self) -> Stop:
+        asked, rate, row_price = self._asked_of, self._rate, self._row_price
+        survivals = [1.0] * len(asked)
+        going = len(asked)
 
         def stop(request: int, confidence: float, k: int) -> bool:
             nonlocal going
-            survivals[request] *= self._corrected(beliefs[request], k - 1, confidence)
-            if k < limits[request]:
-                next_one = survivals[request] * means[request][k] / means[request][k - 1]
+            belief, means, limit = asked[request]
+            survivals[request] *= self._corrected(belief, k - 1, confidence)
+            if k < limit:
+                next_one = survivals[request] * means[k] / means[k - 1]
                 # A step costs what it costs: the fewer still draft, the more each of them has to bring.
                 if next_one >= rate * self._step(going) / going + row_price:
                     return False
@@ -384,9 +430,8 @@ def _affordable(draft: DraftCost, max_tokens: int) -> int:
 
 
 def _rooms(work: Sequence[Work], num_speculative_tokens: int) -> dict[int, int]:
-    rooms = {
-        index: draft_room(item.sequence, num_speculative_tokens)
-        for index, item in enumerate(work)
-        if item.sequence.decoding
-    }
-    return {index: room for index, room in rooms.items() if room}
+    rooms = {}
+    for index, item in enumerate(work):
+        if item.sequence.decoding and (room := draft_room(item.sequence, num_speculative_tokens)):
+            rooms[index] = room
+    return rooms

@@ -116,7 +116,7 @@ BEYOND = 1.5
 SHORTEST = 1e-9
 """Seconds; a clock that says less says nothing."""
 EVERY = 8
-"""Passes after which corrections are published: a decision is made in microseconds, so they must be few."""
+"""Passes after which what they took is learned from: a decision is made in microseconds, and its costs must be few."""
 
 
 @dataclass
@@ -144,29 +144,39 @@ class LiveCosts:
         self.verify, self.draft = self._passing, self._drafting = measured.verify, measured.draft
         self._all, self._own = Factor(*FREE), [Factor(*TIED) for _ in measured.verify.rows]
         self._draft = Factor(*FREE)
-        self._passes = 0
+        self._passes: list[tuple[int, float]] = []
+        self._drafts: list[tuple[Sequence[int], float]] = []
 
     def verified(self, rows: int, seconds: float) -> None:
         """A pass of the target with ``rows`` rows took ``seconds``."""
-        if seconds < SHORTEST:
-            return
-        known = self._passing
-        new = rows >= BEYOND * known.rows[-1]
-        if new:
-            value = max(seconds / math.exp(self._all.mean), known.seconds[-1])
-            self._passing = CostCurve((*known.rows, rows), (*known.seconds, value))
-            self._own.append(Factor(*TIED))
-        else:
-            _follow([(self._all, 1.0), *self._near(rows)], seconds / known(rows))
-        self._passes += 1
-        if new or self._passes % EVERY == 0:
-            self._publish()
+        self._passes.append((rows, seconds))
+        if len(self._passes) >= EVERY or rows >= BEYOND * self._passing.rows[-1]:
+            self._learn()
 
     def drafted(self, lengths: Sequence[int], seconds: float) -> None:
-        """Drafting these numbers of tokens, one for each sequence, took ``seconds``."""
-        expected = self._drafting.of(lengths)
-        if seconds >= SHORTEST and expected > 0:
-            _follow([(self._draft, 1.0)], seconds / expected)
+        """Drafting these numbers of tokens, one for each sequence, took ``seconds``; a pass follows."""
+        self._drafts.append((lengths, seconds))
+
+    def _learn(self) -> None:
+        for lengths, seconds in self._drafts:
+            expected = self._drafting.of(lengths)
+            if seconds >= SHORTEST and expected > 0:
+                _follow([(self._draft, 1.0)], seconds / expected)
+        for rows, seconds in self._passes:
+            if seconds >= SHORTEST:
+                self._learn_pass(rows, seconds)
+        self._drafts.clear()
+        self._passes.clear()
+        self._publish()
+
+    def _learn_pass(self, rows: int, seconds: float) -> None:
+        known = self._passing
+        if rows < BEYOND * known.rows[-1]:
+            _follow([(self._all, 1.0), *self._near(rows)], seconds / known(rows))
+            return
+        value = max(seconds / math.exp(self._all.mean), known.seconds[-1])
+        self._passing = CostCurve((*known.rows, rows), (*known.seconds, value))
+        self._own.append(Factor(*TIED))
 
     def _near(self, rows: int) -> list[tuple[Factor, float]]:
         """The factors of the measured points around ``rows``, with their shares."""
