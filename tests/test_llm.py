@@ -180,7 +180,7 @@ def test_a_sequence_aborted_from_outside_ends_its_stream(plain: LLM) -> None:
     for update in plain.stream("abc", PARAMS):
         updates.append(update)
         if len(updates) == 3:
-            for sequence in list(plain.engine._scheduler.running):
+            for sequence in list(plain.engine.scheduler.running):
                 plain.engine.abort(sequence)
     assert updates[-1].output is not None
     completion = updates[-1].output.outputs[0]

@@ -63,18 +63,30 @@ class SpeculativeConfig:
 class EngineConfig:
     """Limits of an engine.
 
-    max_model_len: most tokens of a sequence, prompt and output together; None is the model's own limit.
-    max_num_seqs: sequences running at once. max_num_batched_tokens: most rows of a pass that prefill may fill.
-    seed: from which requests without a seed of their own get theirs.
+    max_model_len: most tokens of a sequence, prompt and output together; None is the model's own limit, or what the
+    memory for keys and values holds. max_num_seqs: sequences running at once. max_num_batched_tokens: most rows of a
+    pass that prefill may fill. prefill_beside_decode: the same in passes in which others decode, so that they do not
+    wait long; None is no other limit. kv_cache_memory_bytes: most memory for keys and values of target and drafter,
+    native kernels only; None lets them grow. enable_prefix_caching: keep the pages of earlier sequences within that
+    memory for later ones that begin alike. drafter_errors: raise, or continue without speculation for the sequences
+    concerned, which ``Engine.drafter_failures`` counts. seed: from which requests without a seed of their own get
+    theirs.
     """
 
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     seed: int = 0
+    prefill_beside_decode: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    drafter_errors: Literal["raise", "continue"] = "raise"
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+            *("prefill_beside_decode", "kv_cache_memory_bytes"),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UserError(f"{name} is {value!r}, expected an integer of at least 1")

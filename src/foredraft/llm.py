@@ -98,7 +98,7 @@ class _Request:
 
 
 @dataclass
-class _Progress:
+class Progress:
     """How much of a sequence a stream has handed out."""
 
     number: int
@@ -235,7 +235,7 @@ class LLM:
 
     def _updates(self, requests: list[_Request]) -> Iterator[StreamUpdate]:
         pending = [
-            _Progress(number, index, sequence)
+            Progress(number, index, sequence)
             for number, request in enumerate(requests)
             for index, sequence in enumerate(request.sequences)
         ]

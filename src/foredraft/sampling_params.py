@@ -1,15 +1,97 @@
 """What a user asks of the sampler."""
 
+import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeGuard
+from typing import Any, Literal, NoReturn, TypeGuard, get_args
 
 from foredraft.errors import UserError
 
 _GREEDY_BELOW = 1e-5
 _SEED_RANGE = range(-(2**63), 2**63)
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""The longest schema, expression or grammar, in UTF-8."""
+
+StructuredOutputsKind = Literal["json", "json_object", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must look like, with the names of vLLM's class of the same name; exactly one field is given.
+
+    After construction `json` is text and `choice` a tuple, so that equal ones have equal hashes. Whether llguidance
+    takes a schema, an expression or a grammar shows when the request is added.
+
+    json: a JSON schema, an object or its text. json_object: any JSON object. regex: an expression of Rust's regex
+    crate that the whole output matches. choice: strings, one of which is the output. grammar: Lark, as llguidance has
+    it, which begins with the rule `start`.
+
+    Raises `UserError` naming the field and what was expected.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = get_args(StructuredOutputsKind)
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            raise UserError(
+                f"structured_outputs needs exactly one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", self._schema_text())
+        elif self.choice is not None:
+            object.__setattr__(self, "choice", self._choices())
+        elif not self.json_object:
+            self._check_text(given[0], getattr(self, given[0]))
+        elif self.json_object is not True:
+            raise UserError(f"structured_outputs.json_object is {self.json_object!r}, expected true or false")
+
+    @property
+    def kind(self) -> StructuredOutputsKind:
+        """The field that is given."""
+        kinds: tuple[StructuredOutputsKind, ...] = get_args(StructuredOutputsKind)
+        return next(kind for kind in kinds if getattr(self, kind))
+
+    def _schema_text(self) -> str:
+        expected = "expected a JSON schema, an object or its text"
+        try:
+            schema = json.loads(self.json) if isinstance(self.json, str) else self.json
+            if not isinstance(schema, Mapping):
+                raise UserError(f"structured_outputs.json is a {type(schema).__name__}, {expected}")
+            text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+        except UserError:
+            raise
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(f"structured_outputs.json is not valid JSON ({error}), {expected}") from error
+        self._check_text("json", text)
+        return text
+
+    def _choices(self) -> tuple[str, ...]:
+        expected = "structured_outputs.choice must be a list of different strings, none of them empty"
+        if isinstance(self.choice, str) or not isinstance(self.choice, Sequence) or not self.choice:
+            raise UserError(expected)
+        if not all(isinstance(text, str) and text for text in self.choice) or len({*self.choice}) < len(self.choice):
+            raise UserError(expected)
+        self._check_text("choice", "".join(self.choice))
+        return tuple(self.choice)
+
+    def _check_text(self, kind: str, text: object) -> None:
+        if not isinstance(text, str) or not text:
+            raise UserError(f"structured_outputs.{kind} is {text!r}, expected a string that is not empty")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise UserError(f"structured_outputs.{kind} holds half of a UTF-16 pair, such as \\ud800") from error
+        if size > MAX_GRAMMAR_BYTES:
+            raise UserError(f"structured_outputs.{kind} has {size} bytes, expected at most {MAX_GRAMMAR_BYTES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +112,8 @@ class SamplingParams:
     min_tokens: tokens that end the output are not sampled before this many tokens.
     max_tokens: `None` means up to the model's context length.
     logprobs: how many of the most likely tokens to report beside the chosen one; -1 reports all.
+    structured_outputs: what the output must look like. Not with `ignore_eos` or `min_tokens`, which would forbid the
+        end where it is all that the grammar allows.
 
     Raises `UserError` naming the field, its value and the allowed range.
     """
@@ -52,6 +136,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -75,6 +160,13 @@ class SamplingParams:
         self._check_number("repetition_penalty", lambda x: x > 0, "above 0")
         for name in ("presence_penalty", "frequency_penalty"):
             self._check_number(name, lambda x: -2 <= x <= 2, "in [-2, 2]")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                self._refuse("structured_outputs", "StructuredOutputsParams")
+            if self.ignore_eos:
+                self._refuse("ignore_eos", "false with structured_outputs, which end where their grammar ends")
+            if self.min_tokens:
+                self._refuse("min_tokens", "0 with structured_outputs, which end where their grammar ends")
         if self.greedy and self.n > 1:
             self._refuse("n", "1 when temperature is 0, because all outputs would be the same")
 

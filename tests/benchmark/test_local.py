@@ -164,7 +164,7 @@ def test_no_more_conversations_in_flight_than_asked(
     in_flight: list[int] = []
 
     def watched() -> Any:
-        scheduler = llm.engine._scheduler
+        scheduler = llm.engine.scheduler
         in_flight.append(len(scheduler.waiting) + len(scheduler.running))
         return step()
 

@@ -146,6 +146,12 @@ class Leaning:
         self.compared = 0
         self.taps, self.max_tokens = self._drafter.taps, self._drafter.max_tokens
         self.default_tokens, self.calibration = self._drafter.default_tokens, self._drafter.calibration
+        self.caches, self.lookahead = self._drafter.caches, self._drafter.lookahead
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        assert slot not in self.seen
+        self.seen[slot] = list(tokens)
+        self._drafter.adopt(slot, tokens)
 
     def attach(self, cache: Cache) -> None:
         if isinstance(self._drafter, ReadsTargetCache):

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.config import EngineConfig
+from foredraft.engine.memory import Unlimited
 from foredraft.engine.scheduler import Scheduler, Work
 from foredraft.engine.sequence import Sequence
 from foredraft.sampling_params import SamplingParams
+
+NO_CACHES = Unlimited((), None)
 
 
 def sequence(prompt: int, output: int = 1) -> Sequence:
@@ -32,7 +35,7 @@ def counts(work: list[Work]) -> dict[int, int]:
 
 
 def test_prefill_in_chunks_beside_decoding() -> None:
-    scheduler = Scheduler(EngineConfig(max_num_seqs=2, max_num_batched_tokens=4))
+    scheduler = Scheduler(EngineConfig(max_num_seqs=2, max_num_batched_tokens=4), NO_CACHES)
     for prompt in (3, 9, 5):
         scheduler.add(sequence(prompt, 3))
     passes = []
@@ -55,7 +58,7 @@ def test_work_names_its_tokens() -> None:
 
 
 def test_the_lowest_free_slot_is_taken() -> None:
-    scheduler = Scheduler(EngineConfig(max_num_seqs=3))
+    scheduler = Scheduler(EngineConfig(max_num_seqs=3), NO_CACHES)
     first = [sequence(2, 9) for _ in range(3)]
     for each in first:
         scheduler.add(each)
@@ -72,7 +75,7 @@ def test_the_lowest_free_slot_is_taken() -> None:
 
 
 def test_a_waiting_sequence_can_be_taken_out() -> None:
-    scheduler = Scheduler(EngineConfig(max_num_seqs=1))
+    scheduler = Scheduler(EngineConfig(max_num_seqs=1), NO_CACHES)
     running, waiting = sequence(2), sequence(3)
     scheduler.add(running)
     scheduler.add(waiting)
@@ -83,7 +86,7 @@ def test_a_waiting_sequence_can_be_taken_out() -> None:
 
 
 def test_removing_twice_is_an_error() -> None:
-    scheduler = Scheduler(EngineConfig())
+    scheduler = Scheduler(EngineConfig(), NO_CACHES)
     only = sequence(2)
     scheduler.add(only)
     scheduler.schedule()
@@ -102,7 +105,7 @@ def test_every_pass_keeps_the_limits_and_everyone_finishes(
     sizes: list[tuple[int, int]], slots: int, rows: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(EngineConfig(max_num_seqs=slots, max_num_batched_tokens=rows))
+    scheduler = Scheduler(EngineConfig(max_num_seqs=slots, max_num_batched_tokens=rows), NO_CACHES)
     waiting = [sequence(*size) for size in sizes]
     everyone, started = list(waiting), []
     while waiting or scheduler.has_work:

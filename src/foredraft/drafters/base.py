@@ -70,13 +70,19 @@ class Drafter(Protocol):
 
     taps: the target layers (0-based, by their output) whose hidden states ``observe`` needs.
     max_tokens: the largest number of tokens it can propose in a round. default_tokens: how many it proposes when the
-    user does not say. calibration: what its confidences went through, None for raw ones.
+    user does not say. calibration: what its confidences went through, None for raw ones. caches: its own, in the
+    target's slots. lookahead: whether what they hold of a position depends on the token after it.
     """
 
     taps: tuple[int, ...]
     max_tokens: int
     default_tokens: int
     calibration: Calibration | None
+    caches: tuple[Cache, ...]
+    lookahead: bool
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        """A new sequence whose first positions, those of ``tokens``, are in ``caches`` already, and committed."""
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         """Take in what a target pass committed: the first ``accepted[i]`` rows of each sequence of ``batch``."""

@@ -16,6 +16,7 @@ from foredraft.drafters.calibration import Calibration
 from foredraft.drafters.fitting import FORM, check_shape, draft_head, fitted
 from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.models.batch import Batch, flat_batch
+from foredraft.models.cache import Cache
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel, build_decoder
 from foredraft.models.layers import DecoderLayer
@@ -78,6 +79,7 @@ class Backbone:
         self._fc = ops.pack(weights.fc, FORM)
         self._context_norm, self._norm = weights.context_norm, weights.norm
         self._cache = self._decoder.new_cache()
+        self.caches: tuple[Cache, ...] = (self._cache,)
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         """KV injection: context keys and values of the committed rows, all layers in one product."""
@@ -87,8 +89,9 @@ class Backbone:
             taps = taps.index_select(0, committed.rows)
         context = context_features(self._fc, self._context_norm, taps, self._config.layers.rms_norm_eps, self._ops)
         self._decoder.inject(context, committed.batch, self._cache)
-        for slot, end in zip(batch.slots, committed.batch.ends, strict=True):
-            self._cache.commit(slot, end)
+        for slot, end, count in zip(batch.slots, committed.batch.ends, accepted, strict=True):
+            if count:
+                self._cache.commit(slot, end)
 
     def hidden(self, requests: Sequence[DraftRequest], masks: int, predicting: int) -> Tensor:
         """One pass over [anchor, MASK x masks] of every sequence: the normed hidden states of the last ``predicting``
@@ -121,6 +124,8 @@ class DFlashDrafter:
     ops: by default the target's.
     """
 
+    lookahead = False
+
     def __init__(
         self,
         config: DFlashConfig,
@@ -136,8 +141,12 @@ class DFlashDrafter:
         self._ops = ops = ops or target.ops
         weights = fitted(weights, target)
         self._backbone = Backbone(config, weights, target, ops, target.embeddings)
+        self.caches = self._backbone.caches
         self._vocab = DraftVocabulary(weights.draft_vocab, target.config.vocab_size)
         self._head = draft_head(None, weights.draft_vocab, target, ops)
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing: its state is its cache."""
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         self._backbone.observe(batch, taps, accepted)

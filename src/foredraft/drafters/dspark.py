@@ -83,6 +83,8 @@ def markov_latent(
 class DSparkDrafter:
     """Runs a DSpark drafter beside its target; ``ops`` as for DFlash."""
 
+    lookahead = False
+
     def __init__(
         self,
         config: DSparkConfig,
@@ -102,6 +104,7 @@ class DSparkDrafter:
         markov, ids = weights.markov, weights.backbone.draft_vocab
         embeddings = target.embeddings if weights.embeddings is None else _table(weights.embeddings, ops)
         self._backbone = Backbone(config.backbone, weights.backbone, target, ops, embeddings)
+        self.caches = self._backbone.caches
         self._vocab = DraftVocabulary(ids, target.config.vocab_size)
         self._head = draft_head(weights.head, ids, target, ops)
         self._w1, self._w2 = _table(markov.w1, ops), ops.pack(markov.w2, FORM)
@@ -109,6 +112,9 @@ class DSparkDrafter:
         self._gate_bias = markov.gate_bias
         self._confidence = None if weights.confidence is None else ops.pack(weights.confidence, "bf16")
         self._confidence_bias = weights.confidence_bias
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing: its state is its cache."""
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         self._backbone.observe(batch, taps, accepted)

@@ -22,6 +22,7 @@ from foredraft.drafters.gemma4_assistant import Gemma4Decoder, Gemma4Shape, Gemm
 from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.errors import UserError
 from foredraft.models.batch import Batch, flat_batch
+from foredraft.models.cache import Cache
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel, build_decoder
 from foredraft.models.layers import DecoderLayer
@@ -126,6 +127,8 @@ class Gemma4MTPDrafter:
     """
 
     reads_target_cache = True
+    caches: tuple[Cache, ...] = ()
+    lookahead = False
 
     def __init__(
         self,
@@ -159,6 +162,9 @@ class Gemma4MTPDrafter:
     def attach(self, cache: Any) -> None:
         """Read the target's keys and values from ``cache``."""
         self._cache = cache
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing: all it needs is the hidden state of the last position, which is run in any case."""
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         """Keep the hidden state of the last committed row of each sequence."""

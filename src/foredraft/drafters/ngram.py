@@ -14,6 +14,7 @@ from torch import Tensor
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
 from foredraft.drafters.calibration import Calibration
 from foredraft.models.batch import Batch
+from foredraft.models.cache import Cache
 
 SIZES = (4, 3, 2)
 LONGEST_MATCH = 16
@@ -58,12 +59,18 @@ class NgramDrafter:
     """Remembers the tokens of every slot. Confidences grow with the match, see ``raw_confidence``."""
 
     taps: tuple[int, ...] = ()
+    caches: tuple[Cache, ...] = ()
+    lookahead = False
     max_tokens = MAX_TOKENS
     default_tokens = DEFAULT_TOKENS
 
     def __init__(self, calibration: Calibration | None = None) -> None:
         self.calibration = calibration
         self._histories: dict[int, History] = {}
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        self._histories[slot] = History()
+        self._histories[slot].extend(tokens)
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         """Take in the committed tokens, prompts included."""

@@ -19,6 +19,7 @@ from foredraft.drafters.calibration import Calibration
 from foredraft.drafters.fitting import FORM, check_shape, draft_head
 from foredraft.drafters.picking import Draft, DraftVocabulary, pick
 from foredraft.models.batch import Batch, flat_batch
+from foredraft.models.cache import Cache
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel, build_decoder
 from foredraft.models.layers import DecoderLayer
@@ -84,6 +85,7 @@ class RecursiveDrafter(ABC):
     """State of all sequences and the recursion over steps; a method says what a row is made of."""
 
     taps: tuple[int, ...]
+    lookahead = True
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class RecursiveDrafter(ABC):
         self._embeddings = target.embeddings
         self._decoder = build_decoder(weights.layers, config.layers, ops, target.dtype, FORM)
         self._cache = self._decoder.new_cache()
+        self.caches: tuple[Cache, ...] = (self._cache,)
         self._waiting: dict[int, Waiting] = {}
         ids = weights.draft_vocab
         self._vocab = DraftVocabulary(ids, target.config.vocab_size)
@@ -121,6 +124,9 @@ class RecursiveDrafter(ABC):
     @abstractmethod
     def _outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Of the layer's output [R, K], what takes the place of F in the next step and what the head reads."""
+
+    def adopt(self, slot: int, tokens: Sequence[int]) -> None:
+        self._waiting[slot] = Waiting(len(tokens))
 
     def observe(self, batch: Batch, taps: Tensor | None, accepted: Sequence[int]) -> None:
         """Keep the tokens and F of the committed rows; run the pairs of sequences that have many."""

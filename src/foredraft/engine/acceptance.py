@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
+from foredraft.engine.grammar import Constraint
 from foredraft.engine.sampler import History, process_logits, sample_rows
 from foredraft.ops.noise import Stream, gumbel, gumbel_argmax, log_softmax, uniform
 from foredraft.sampling_params import SamplingParams
@@ -84,6 +85,7 @@ def rejection_rows(
     position_of_first_row: int,
     seed: int,
     stop_ids: Collection[int],
+    constraint: Constraint | None = None,
 ) -> Verdict:
     """`rejection` of d1..dN by the target's raw logits [N+1, V], with arguments as in `sampler.sample_rows`.
 
@@ -92,13 +94,15 @@ def rejection_rows(
     """
     num_drafts = len(draft_token_ids)
     if params.greedy:
-        sampled = sample_rows(logits, params, history, draft_token_ids, position_of_first_row, seed, stop_ids)
+        sampled = sample_rows(
+            logits, params, history, draft_token_ids, position_of_first_row, seed, stop_ids, constraint
+        )
         return exact(draft_token_ids, sampled)
     if len(logits) != num_drafts + 1:
         raise ValueError(f"{num_drafts} draft tokens need one more row of logits, got {len(logits)}")
 
     def target_log_probs(k: int) -> Tensor:
-        processed = process_logits(logits[k], params, history, draft_token_ids[:k], stop_ids)
+        processed = process_logits(logits[k], params, history, draft_token_ids[:k], stop_ids, constraint)
         return from_numpy(log_softmax(processed.numpy()))
 
     def accept_uniform(k: int) -> float:

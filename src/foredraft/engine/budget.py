@@ -21,8 +21,9 @@ from foredraft.engine.sequence import Sequence as Running
 
 def draft_room(sequence: Running, num_speculative_tokens: int) -> int:
     """The most draft tokens that can be of use: a round commits one more than it keeps, and the output, which
-    ``max_tokens`` and the context length bound, has room for ``sequence.room`` tokens."""
-    return max(0, min(num_speculative_tokens, sequence.room - 1))
+    ``max_tokens`` and the context length bound, has room for ``sequence.room`` tokens; and as many as the request
+    wants at most."""
+    return max(0, min(num_speculative_tokens, sequence.draft_limit, sequence.room - 1))
 
 
 def admissions(survivals: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.engine.grammar import Constraint
 from foredraft.ops import native
 from foredraft.ops.noise import Row, Stream, draw, log_softmax, require_finite
 from foredraft.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ def is_plain_greedy(params: SamplingParams) -> bool:
     """Whether these parameters mean the argmax of the raw logits, `greedy_rows`, whatever the history."""
     return (
         params.greedy
+        and params.structured_outputs is None
         and not params.logit_bias
         and params.min_tokens == 0
         and params.repetition_penalty == 1
@@ -92,15 +94,16 @@ def process_logits(
     history: History,
     draft_prefix: Sequence[int],
     stop_ids: Collection[int],
+    constraint: Constraint | None = None,
 ) -> Tensor:
     """What is sampled from after `draft_prefix`: logits [V] after every processor, filtered ones -inf.
 
-    Order and meaning are vLLM's: logit bias, `min_tokens` (masks stop_ids), repetition, frequency and
-    presence penalty, temperature, min-p, top-k, top-p. Greedy parameters end after the penalties. Among equal
-    logits top-k and top-p keep the lower token ids. Returns float64 for float64 logits and float32 for all
-    others, on the CPU; `logits` is not changed. Raises `RuntimeError` on NaN, or if no token is left.
+    Order and meaning are vLLM's: the constraint of structured output, logit bias, `min_tokens` (masks stop_ids),
+    repetition, frequency and presence penalty, temperature, min-p, top-k, top-p. Greedy parameters end after the
+    penalties. Among equal logits top-k and top-p keep the lower token ids. Returns float64 for float64 logits and
+    float32 for all others, on the CPU; `logits` is not changed. Raises `RuntimeError` on NaN, or if no token is left.
     """
-    return torch.from_numpy(_processed(logits, params, history, draft_prefix, stop_ids))
+    return torch.from_numpy(_processed(logits, params, history, draft_prefix, stop_ids, constraint))
 
 
 def sample_rows(
@@ -111,12 +114,13 @@ def sample_rows(
     position_of_first_row: int,
     seed: int,
     stop_ids: Collection[int],
+    constraint: Constraint | None = None,
 ) -> list[int]:
     """The tokens that the target samples after [anchor, d1..dN]: what is committed under the rule `exact`.
 
-    logits: [N+1, V]; row k is judged as if draft_token_ids[:k] were committed after `history`. The token
-    sampled there has position position_of_first_row + k + 1, which with `seed` fixes its noise
-    (Stream.TARGET).
+    logits: [N+1, V]; row k is judged as if draft_token_ids[:k] were committed after `history`, and to
+    `constraint`, where the output is structured. The token sampled there has position
+    position_of_first_row + k + 1, which with `seed` fixes its noise (Stream.TARGET).
 
     The list ends with the first token that differs from its draft token, so its length is 1 to N+1: later
     rows saw a token that is not committed, and are not worth their time. Raises `RuntimeError` on NaN.
@@ -129,7 +133,7 @@ def sample_rows(
     else:
         draws = (
             _sample(
-                _processed(row, params, history, draft_token_ids[:k], stop_ids),
+                _processed(row, params, history, draft_token_ids[:k], stop_ids, constraint),
                 params,
                 position_of_first_row + k + 1,
                 seed,
@@ -185,9 +189,13 @@ def _processed(
     history: History,
     draft_prefix: Sequence[int],
     stop_ids: Collection[int],
+    constraint: Constraint | None,
 ) -> Row:
     row = _array(logits, copy=True)
     require_finite(row.max())
+    if constraint is not None:
+        constraint.apply(row, draft_prefix)
+        require_finite(row.max())
     if params.logit_bias:
         row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), dtype=row.dtype)
     if history.num_output_tokens + len(draft_prefix) < params.min_tokens:

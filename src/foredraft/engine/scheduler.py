@@ -3,8 +3,10 @@
 import heapq
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 
 from foredraft.config import EngineConfig
+from foredraft.engine.memory import Memory
 from foredraft.engine.sequence import Sequence
 
 
@@ -27,13 +29,20 @@ class Work:
 
 
 class Scheduler:
-    """First come, first served: everything that decodes runs in every pass, prefill fills what room is left."""
+    """First come, first served: everything that decodes runs in every pass, prefill fills what room is left.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Where memory runs out, the sequence that came last leaves its slot and waits again (preemption); its tokens are
+    run anew when there is room. draft_tokens: the most that a drafter is asked for.
+    """
+
+    def __init__(self, config: EngineConfig, memory: Memory, draft_tokens: int = 0) -> None:
         self._config = config
+        self._memory = memory
+        self._draft_tokens = draft_tokens
         self._free = list(range(config.max_num_seqs))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -44,23 +53,79 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next pass: at least one token of some sequence, whenever there is one."""
-        while self.waiting and self._free:
-            sequence = self.waiting.popleft()
-            sequence.slot = heapq.heappop(self._free)
-            self.running.append(sequence)
-        work = [Work(sequence, 1) for sequence in self.running if sequence.decoding]
+        before = self.preemptions
+        work = self._decoding()
         left = self._config.max_num_batched_tokens
-        for sequence in self.running:
-            if not sequence.decoding and left:
-                count = min(left, len(sequence.tokens) - sequence.computed)
-                work.append(Work(sequence, count))
-                left -= count
+        if work and self._config.prefill_beside_decode is not None:
+            left = min(left, self._config.prefill_beside_decode)
+        for sequence in list(self.running):
+            if not sequence.decoding and left and sequence.slot >= 0:
+                count = self._prefill(sequence, left, bool(work))
+                if count:
+                    work.append(Work(sequence, count))
+                    left -= count
+        # Whoever was sent away has not waited long enough.
+        while left and self.preemptions == before and (new := self._admit(left)):
+            count = min(left, len(new.tokens) - new.computed)
+            work.append(Work(new, count))
+            left -= count
         return sorted(work, key=lambda item: item.sequence.slot)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished or cancelled sequence out; its slot is free again."""
+        """Take a finished or cancelled sequence out; its slot and its memory are free again."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        self._vacate(sequence)
+
+    def _decoding(self) -> list[Work]:
+        # Making room takes sequences out of ``running``, and they no longer decode.
+        return [Work(each, 1) for each in list(self.running) if each.decoding and self._make_room(each)]
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Room for a round of a decoding sequence, by preemption if need be, its own in the end."""
+        drafts = self._draft_tokens if sequence.draft_limit else 0
+        while not self._memory.reserve(sequence, len(sequence.tokens) + drafts):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _prefill(self, sequence: Sequence, left: int, others: bool) -> int:
+        """How many of its tokens a sequence runs; none where it lacks room that ``others``, which run, will leave."""
+        count = min(left, len(sequence.tokens) - sequence.computed)
+        while not self._memory.reserve(sequence, sequence.computed + count):
+            count = min(count, self._memory.room(sequence) - sequence.computed)
+            if count > 0:
+                continue
+            if others or self.running[-1] is sequence:
+                return 0
+            self._preempt(self.running[-1])
+            count = min(left, len(sequence.tokens) - sequence.computed)
+        return count
+
+    def _admit(self, rows: int) -> Sequence | None:
+        if not (self.waiting and self._free):
+            return None
+        sequence, slot = self.waiting[0], self._free[0]
+        # A page for each that runs, so that it is not the newcomer who sends them away.
+        if not self._memory.admit(sequence, slot, rows, spare=len(self.running)):
+            return None
+        self.waiting.popleft()
+        sequence.slot = heapq.heappop(self._free)
+        sequence.admitted_at = sequence.admitted_at or perf_counter()
+        self.running.append(sequence)
+        return sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._vacate(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._memory.release(sequence)
         heapq.heappush(self._free, sequence.slot)
+        sequence.slot, sequence.computed = -1, 0

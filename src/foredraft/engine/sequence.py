@@ -1,16 +1,18 @@
 """One running sequence: its tokens, when it ends, its text, and what speculation did for it."""
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
+from foredraft.engine.grammar import Constraint
 from foredraft.engine.sampler import History, TokenLogprobs
 from foredraft.sampling_params import SamplingParams
 from foredraft.tokenizer import Detokenizer, Tokenizer
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass
@@ -53,11 +55,27 @@ class Acceptance:
         return [k / p if p else 0.0 for p, k in zip(self.proposed, self.kept, strict=True)]
 
 
+@dataclass(frozen=True)
+class RoundTrace:
+    """A pass that gave a sequence ``committed`` tokens, the first ``accepted`` of them from the ``draft`` that it
+    verified."""
+
+    committed: int
+    accepted: int
+    draft: tuple[int, ...]
+
+
 class Sequence:
     """A prompt and what has been generated after it.
 
-    slot: its place in the caches while it runs. computed: positions whose state the caches hold. origins: of each
-    output token, the block position k >= 1 of the accepted draft token, or 0 for a token of the target itself.
+    slot: its place in the caches while it runs, -1 otherwise. computed: positions whose state the caches hold.
+    origins: of each output token, the block position k >= 1 of the accepted draft token, or 0 for a token of the
+    target itself. draft_limit: the most draft tokens of a round. error: why it cannot go on, with the finish reason
+    "error". rounds: None; a list that somebody puts there gets every round. arrived, admitted_at, first_token_at,
+    finished_at: by ``perf_counter``.
+
+    For ``Memory``: contents: hashes of full pages of its tokens. described: pages known to others. reused: positions
+    that were not computed when it was admitted last.
     """
 
     def __init__(
@@ -75,21 +93,27 @@ class Sequence:
         self.seed = seed
         self.slot = -1
         self.computed = 0
+        self.draft_limit = sys.maxsize
+        self.contents: list[bytes] = []
+        self.described = self.reused = 0
         room = max_len - len(prompt)
         self.max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         self.stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
         self.history = History.from_prompt(prompt)
+        self.constraint: Constraint | None = None
         self.origins: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.acceptance = Acceptance()
+        self.rounds: list[RoundTrace] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
         self.text = ""
         self._text_ends: list[int] = []
         self.arrived = perf_counter()
-        self.first_token_at = self.finished_at = 0.0
+        self.admitted_at = self.first_token_at = self.finished_at = 0.0
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
         self._stops = tuple(params.stop or ())
         self._longest_stop = max(map(len, self._stops), default=0)
@@ -146,6 +170,8 @@ class Sequence:
             self.tokens.append(token)
             self.origins.append(index + 1 if index < accepted else 0)
             self.history.commit((token,))
+            if self.constraint:
+                self.constraint.commit(token)
             self._end_after(token)
             self._text_ends.append(len(self.text))
             if self.finished:
@@ -156,6 +182,11 @@ class Sequence:
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.finished_at = perf_counter()
+
+    def fail(self, error: str) -> None:
+        """It cannot go on; what it has so far stays."""
+        self.error = error
+        self.finish("error")
 
     def _end_after(self, token: int) -> None:
         stopped = token in self.stop_ids

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.models.batch import Batch
 from foredraft.models.config import ModelConfig
+from foredraft.models.pages import PageTable
 from foredraft.ops import native
 from foredraft.ops.plan import AttentionPlan, Visibility, plan_attention
 
@@ -112,17 +113,25 @@ class PagedCache:
     """Keys and values of every layer in pages of the native library's pool; a slot owns the pages it needs.
 
     Pages are taken when rows are to be written and given back with the sequence, so that memory follows the
-    positions in use.
+    positions in use. Caches whose slots hold the same sequences can ``share`` a table of pages.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
         library = native.library()
-        self._page_positions: int = library.PAGE_POSITIONS
         self.pool = library.PagePool(layers, kv_heads, head_dim)
+        self.table = PageTable(library.PAGE_POSITIONS)
         self._lengths: dict[int, int] = {}
-        self._owned: dict[int, list[int]] = {}
-        self._free: list[int] = []
-        self._tables = np.zeros((0, 0), dtype=np.int32)
+
+    @property
+    def page_bytes(self) -> int:
+        size: int = self.pool.page_bytes
+        return size
+
+    def share(self, table: PageTable) -> None:
+        """Take pages from ``table``, which other caches use as well; only while no slot is in use."""
+        if self._lengths or self.table.use.used:
+            raise RuntimeError("the cache is in use; its pages cannot change")
+        self.table = table
 
     def length(self, slot: int) -> int:
         return self._lengths.get(slot, 0)
@@ -132,35 +141,12 @@ class PagedCache:
 
     def release(self, slot: int) -> None:
         self._lengths.pop(slot, None)
-        self._free.extend(reversed(self._owned.pop(slot, [])))
+        self.table.release(slot)
 
     def pages(self, slots: Sequence[int], ends: Sequence[int]) -> NDArray[np.int32]:
         """The pages of each slot, [slots, most pages of one], with room for its positions up to ``ends``."""
-        needed = [-(-end // self._page_positions) for end in ends]
-        self._fit(max(slots, default=-1) + 1, max(needed, default=0))
-        for slot, count in zip(slots, needed, strict=True):
-            owned = self._owned.setdefault(slot, [])
-            while len(owned) < count:
-                page = self._take()
-                self._tables[slot, len(owned)] = page
-                owned.append(page)
-        most = max((len(self._owned[slot]) for slot in slots), default=0)
-        return np.ascontiguousarray(self._tables[list(slots), :most])
-
-    def _take(self) -> int:
-        if not self._free:
-            existing: int = self.pool.pages
-            self.pool.reserve(existing + 1)
-            self._free.extend(range(self.pool.pages - 1, existing - 1, -1))
-        return self._free.pop()
-
-    def _fit(self, slots: int, pages: int) -> None:
-        """Make the table large enough."""
-        rows, columns = self._tables.shape
-        if slots <= rows and pages <= columns:
-            return
-        more_rows = rows if slots <= rows else max(2 * rows, slots)
-        more_columns = columns if pages <= columns else max(2 * columns, pages, 8)
-        grown = np.zeros((more_rows, more_columns), dtype=np.int32)
-        grown[:rows, :columns] = self._tables
-        self._tables = grown
+        for slot, end in zip(slots, ends, strict=True):
+            self.table.ensure(slot, end)
+        if self.table.total > self.pool.pages:
+            self.pool.reserve(self.table.total)
+        return self.table.rows(slots)

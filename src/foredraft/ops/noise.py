@@ -152,9 +152,14 @@ def log_softmax(scores: Row) -> NDArray[np.float64]:
     return shifted
 
 
+class NotFinite(RuntimeError):
+    """Logits that nothing can be sampled from."""
+
+
 def require_finite(maximum: float | Row) -> None:
+    """Raise NotFinite unless all of these highest scores are finite."""
     if not np.isfinite(maximum).all():
-        raise RuntimeError("no token can be sampled: the highest logit is NaN or infinite, or every token is excluded")
+        raise NotFinite("no token can be sampled: the highest logit is NaN or infinite, or every token is excluded")
 
 
 def _least_winning_score(noisy_score: float) -> float:

@@ -1,0 +1,126 @@
+"""The memory of running sequences: whether there is room for more of a sequence, and what need not be computed."""
+
+from collections.abc import Sequence as Ids
+from typing import Protocol
+
+from foredraft.drafters.base import Drafter
+from foredraft.engine.sequence import Sequence
+from foredraft.models.cache import Cache, PagedCache
+from foredraft.models.pages import PageTable, PageUse, page_contents
+
+
+class Memory(Protocol):
+    """What the scheduler asks before it gives a sequence a slot or more rows."""
+
+    def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
+        """Whether ``slot`` can take a sequence with room for ``rows`` more of its tokens, ``spare`` pages left over for
+        others; then what is known of it counts as computed."""
+
+    def reserve(self, sequence: Sequence, end: int) -> bool:
+        """Make room for a sequence's positions up to ``end``, if there is any."""
+
+    def room(self, sequence: Sequence) -> int:
+        """The most positions that ``reserve`` can make room for."""
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence leaves its slot."""
+
+    def computed(self, sequence: Sequence) -> None:
+        """A sequence has new committed positions."""
+
+
+class Unlimited:
+    """Caches that grow as they need; nothing is kept."""
+
+    def __init__(self, caches: Ids[Cache], drafter: Drafter | None) -> None:
+        self._caches = caches
+        self._drafter = drafter
+
+    def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
+        return True
+
+    def reserve(self, sequence: Sequence, end: int) -> bool:
+        return True
+
+    def room(self, sequence: Sequence) -> int:
+        return 2**31
+
+    def release(self, sequence: Sequence) -> None:
+        for cache in self._caches:
+            cache.release(sequence.slot)
+        if self._drafter:
+            self._drafter.release(sequence.slot)
+
+    def computed(self, sequence: Sequence) -> None:
+        pass
+
+
+class Paged(Unlimited):
+    """A table of pages with a limit, which the target's cache and the drafter's share. Full pages are kept by their
+    content for later sequences that begin alike (automatic prefix caching); a page that is taken over is never
+    written: what follows it begins on the next one.
+
+    A drafter whose keys at a position depend on the next token too (``lookahead``) can take over a page only where the
+    next page is known as well.
+
+    queries, hits: tokens of admitted sequences, and those of them that were not computed again.
+    """
+
+    def __init__(self, caches: Ids[PagedCache], drafter: Drafter | None, table: PageTable, reuse: bool) -> None:
+        super().__init__(caches[:1], drafter)
+        self.table = table
+        self._reuse = reuse
+        self.queries = self.hits = 0
+        self._lengths = caches
+        self._lag = 1 if drafter and drafter.lookahead else 0
+        for cache in caches:
+            cache.share(table)
+
+    @property
+    def use(self) -> PageUse:
+        return self.table.use
+
+    def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
+        table, positions = self.table, self.table.positions
+        contents = page_contents(sequence.tokens, positions, sequence.contents) if self._reuse else []
+        sequence.contents = contents
+        # The last token is run in any case: the next one comes from its logits. The one before an anchor too, for what
+        # it leaves to a drafter.
+        most = (len(sequence.tokens) - (2 if sequence.num_output else 1)) // positions
+        known = min(max(0, table.known(contents) - self._lag), most)
+        begin = known * positions
+        taken = contents[:known]
+        end = min(begin + rows, len(sequence.tokens))
+        if table.count(end) - known + table.unused(taken) + spare > table.available:
+            return False
+        table.adopt(slot, taken)
+        table.ensure(slot, end)
+        for cache in self._lengths:
+            cache.commit(slot, begin)
+        if self._drafter and begin:
+            self._drafter.adopt(slot, sequence.tokens[:begin])
+        sequence.computed = sequence.reused = begin
+        sequence.described = known
+        self.queries += len(sequence.tokens)
+        self.hits += begin
+        return True
+
+    def reserve(self, sequence: Sequence, end: int) -> bool:
+        if self.table.missing(sequence.slot, end) > self.table.available:
+            return False
+        self.table.ensure(sequence.slot, end)
+        return True
+
+    def room(self, sequence: Sequence) -> int:
+        return int(self.table.owned(sequence.slot) + self.table.available) * self.table.positions
+
+    def computed(self, sequence: Sequence) -> None:
+        positions, slot = self.table.positions, sequence.slot
+        if not self._reuse or sequence.computed // positions <= sequence.described:
+            return
+        full = min(cache.length(slot) for cache in self._lengths) // positions
+        if full > sequence.described:
+            sequence.contents = page_contents(sequence.tokens[: full * positions], positions, sequence.contents)
+            for index in range(sequence.described, full):
+                self.table.describe(slot, index, sequence.contents[index])
+            sequence.described = full
