@@ -134,6 +134,7 @@ class LLM:
     what came of it, with every default filled in (N may be auto, see ``SpeculativeConfig``), and ``drafter`` what was
     loaded. quantization: of the target's weights, see ``Quantization``.
     kernels: auto, native or pytorch (see ``operations``). Both belong to loading, so not with a loaded Target.
+    engine_config: all of the engine's limits, in place of the four that stand here.
     Raises UserError for anything that does not fit.
     """
 
@@ -150,10 +151,11 @@ class LLM:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         seed: int = 0,
+        engine_config: EngineConfig | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise UserError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-        self.config = EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, seed)
+        self.config = engine_config or EngineConfig(max_model_len, max_num_seqs, max_num_batched_tokens, seed)
         speculation = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         if speculation and speculation.method == "none":
             speculation = None

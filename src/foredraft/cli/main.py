@@ -16,6 +16,7 @@ from foredraft.cli.export import export
 from foredraft.cli.generate import generate
 from foredraft.cli.quantize import quantize
 from foredraft.cli.report import report
+from foredraft.cli.serve import serve
 from foredraft.cli.synthesize import synthesize
 from foredraft.cli.train import train
 from foredraft.errors import UserError
@@ -54,7 +55,7 @@ def _options(
     pass
 
 
-for command in (demo, generate, chat, bench, report, train, synthesize, calibrate, quantize, export):
+for command in (demo, generate, chat, serve, bench, report, train, synthesize, calibrate, quantize, export):
     app.command()(command)
 
 

@@ -77,6 +77,11 @@ class Paged(Unlimited):
             cache.share(table)
 
     @property
+    def page_bytes(self) -> int:
+        """Of a page in all caches together."""
+        return sum(cache.page_bytes for cache in self._lengths)
+
+    @property
     def use(self) -> PageUse:
         return self.table.use
 

@@ -1,0 +1,1 @@
+"""The OpenAI server: HTTP API, metrics, the live page."""

@@ -1,0 +1,528 @@
+"""The HTTP application: routes, errors, limits."""
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from time import perf_counter, time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foredraft import __version__
+from foredraft.errors import UserError
+from foredraft.llm import LLM
+from foredraft.server import protocol, tools
+from foredraft.server.answers import Answer, Detail
+from foredraft.server.metrics import Metrics
+from foredraft.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Unsupported,
+)
+from foredraft.server.runner import EngineFailure, Overloaded, Runner, Submission, Update
+
+LOG = logging.getLogger("foredraft.server")
+PAGE = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+OPEN_PATHS = frozenset({"/", "/health", "/version", *(f"/page/{name}" for name in PAGE)})
+"""What needs no API key: the page asks for one."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """model_name: under which the model is served. api_keys: any of them lets a request in; none: no key is needed.
+
+    max_queue: sequences that may wait. body_bytes: the largest body. body_seconds: in which it must have come.
+    send_seconds: for how long a client may not read. deadline_seconds: for a whole request, unless it says less.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_queue: int = 128
+    detail: Detail = "none"
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+    send_seconds: float = 60.0
+    deadline_seconds: float = 3600.0
+
+
+class RequestTimeout(RuntimeError):
+    """A deadline has passed."""
+
+
+def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
+    """The application that serves ``llm``. Its lifespan runs the engine."""
+    service = _Service(llm, config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.runner.start()
+        yield
+        await service.runner.stop()
+
+    app = FastAPI(
+        title="foredraft",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+    )
+    app.add_middleware(Guard, config=config)
+    for kind in (UserError, Overloaded, EngineFailure, RequestTimeout, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(Exception, _answer_error)
+    _add_routes(app, service)
+    return app
+
+
+@dataclass
+class _Service:
+    llm: LLM
+    config: ServerConfig
+    created: int = field(default_factory=lambda: int(time()))
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.config.model_name)
+        self.metrics.watch(self.llm.engine)
+        self.runner = Runner(self.llm.engine, self.llm.config.max_num_seqs, self.config.max_queue, self.metrics)
+        self.template_knows_tools = tools.template_supports_tools(self.llm.tokenizer.chat_template)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.config.model_name:
+            raise HTTPException(404, f"the model {name!r} is not served here; it is {self.config.model_name!r}")
+
+    async def chat(self, request: ChatRequest) -> tuple[Answer, list[Submission]]:
+        self.check_model(request.model)
+        messages = [message.plain() for message in request.messages]
+        choice = tools.choice_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        params = request.params(None if choice is None else choice.structured_outputs(self.llm.tokenizer))
+        if choice is not None:
+            # The tags of calls may be special tokens, and the parser wants to see them.
+            params = replace(params, skip_special_tokens=False)
+        variables = dict(request.chat_template_kwargs or {})
+        if choice is not None:
+            messages = tools.tool_messages(messages, choice.tools, self.template_knows_tools)
+            if self.template_knows_tools:
+                variables["tools"] = choice.tools
+        encode = self.llm.tokenizer.encode_chat
+        prompt = await asyncio.to_thread(
+            encode, messages, add_generation_prompt=request.add_generation_prompt, **variables
+        )
+        return self._prepared(request, [prompt], params.logprobs, True, choice is not None), [
+            self._submission(request, prompt, params)
+        ]
+
+    async def completion(self, request: CompletionRequest) -> tuple[Answer, list[Submission]]:
+        self.check_model(request.model)
+        params = request.params()
+        encode, prompts = self.llm.tokenizer.encode, request.prompts()
+        self.runner.check_room(len(prompts) * request.n)
+        encoded = [
+            prompt if isinstance(prompt, list) else await asyncio.to_thread(encode, prompt, request.add_special_tokens)
+            for prompt in prompts
+        ]
+        answer = self._prepared(request, encoded, params.logprobs, False, False, request.echo)
+        return answer, [self._submission(request, prompt, params) for prompt in encoded]
+
+    def _submission(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int], params: Any) -> Submission:
+        wants_rounds = request.return_rounds or self.config.detail != "none"
+        return Submission(prompt, params, request.draft_limit, wants_rounds)
+
+    def _prepared(
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompts: Sequence[Sequence[int]],
+        logprobs: int | None,
+        chat: bool,
+        with_tools: bool,
+        echo: bool = False,
+    ) -> Answer:
+        drafter = self.llm.drafter
+        return Answer(
+            chat=chat,
+            model=self.config.model_name,
+            tokenizer=self.llm.tokenizer,
+            prompts=prompts,
+            n=request.n,
+            logprobs=logprobs,
+            detail=self.config.detail,
+            most_drafts=drafter.max_tokens if drafter else 0,
+            trace=request.return_rounds,
+            tools=with_tools,
+            echo=echo,
+        )
+
+    async def respond(
+        self, http: Request, request: ChatRequest | CompletionRequest, answer: Answer, submissions: list[Submission]
+    ) -> Response:
+        begin = perf_counter()
+        seconds = min(request.deadline_seconds or self.config.deadline_seconds, self.config.deadline_seconds)
+        updates = _within(self.runner.run(submissions), begin + seconds)
+        log = _RequestLog(answer.id, http, request, begin)
+        if request.stream:
+            # Nothing is sent before the engine has taken the request, so that what it refuses has its status.
+            first = await anext(updates)
+            return StreamingResponse(
+                self._stream(request, answer, first, updates, log), media_type="text/event-stream", headers=STREAMING
+            )
+        try:
+            await _unless_disconnected(http, _collect(answer, updates))
+        except BaseException as error:
+            log.ended(answer, error)
+            raise
+        log.ended(answer)
+        return JSONResponse(answer.whole())
+
+    async def _stream(
+        self,
+        request: ChatRequest | CompletionRequest,
+        answer: Answer,
+        first: Update,
+        updates: AsyncIterator[Update],
+        log: "_RequestLog",
+    ) -> AsyncIterator[bytes]:
+        every = request.stream_options is not None and request.stream_options.continuous_usage_stats
+        failure: BaseException | None = None
+        try:
+            if answer.chat:
+                yield _event(answer.chunk(answer.opening()))
+            update: Update | None = first
+            while update is not None:
+                part = answer.take(update)
+                if _worth_telling(part):
+                    yield _event(answer.chunk([part], **({"usage": answer.usage()} if every else {})))
+                update = await anext(updates, None)
+            if request.wants_usage:
+                yield _event(answer.chunk([], usage=answer.usage(), **answer.metrics()))
+            yield b"data: [DONE]\n\n"
+        except (UserError, EngineFailure, RequestTimeout) as error:
+            failure = error
+            yield _event(_error_body(error)[1])
+            yield b"data: [DONE]\n\n"
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            await updates.aclose()  # type: ignore[attr-defined]
+            log.ended(answer, failure)
+
+
+STREAMING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def _add_routes(app: FastAPI, service: _Service) -> None:
+    llm, config = service.llm, service.config
+
+    @app.post("/v1/chat/completions", **_documented(ChatRequest))
+    async def chat_completions(http: Request) -> Response:
+        request: ChatRequest = protocol.parse(ChatRequest, await http.body())
+        return await service.respond(http, request, *await service.chat(request))
+
+    @app.post("/v1/completions", **_documented(CompletionRequest))
+    async def completions(http: Request) -> Response:
+        request: CompletionRequest = protocol.parse(CompletionRequest, await http.body())
+        return await service.respond(http, request, *await service.completion(request))
+
+    def card() -> dict[str, Any]:
+        speculation = llm.speculation
+        return {
+            "id": config.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "foredraft",
+            "root": llm.target.name,
+            "max_model_len": llm.engine.max_model_len,
+            "speculative_config": None
+            if speculation is None
+            else {"method": speculation.method, "num_speculative_tokens": speculation.num_speculative_tokens},
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return card()
+
+    @app.post("/tokenize", **_documented(TokenizeRequest))
+    async def tokenize(http: Request) -> dict[str, Any]:
+        request: TokenizeRequest = protocol.parse(TokenizeRequest, await http.body())
+        service.check_model(request.model)
+        tokenizer = llm.tokenizer
+        if request.messages is not None:
+            messages = [message.plain() for message in request.messages]
+            ids = await asyncio.to_thread(
+                tokenizer.encode_chat, messages, add_generation_prompt=request.add_generation_prompt
+            )
+        else:
+            ids = await asyncio.to_thread(tokenizer.encode, request.prompt or "", request.add_special_tokens)
+        strings = [tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+        return {"count": len(ids), "max_model_len": llm.engine.max_model_len, "tokens": ids, "token_strs": strings}
+
+    @app.post("/detokenize", **_documented(DetokenizeRequest))
+    async def detokenize(http: Request) -> dict[str, Any]:
+        request: DetokenizeRequest = protocol.parse(DetokenizeRequest, await http.body())
+        service.check_model(request.model)
+        size = llm.target.model.config.vocab_size
+        if any(not 0 <= token < size for token in request.tokens):
+            raise Unsupported(f"tokens must be ids from 0 to {size - 1}", "tokens")
+        return {"prompt": llm.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.runner.alive else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def add_page(path: str, name: str) -> None:
+        content = files("foredraft.server").joinpath("page", name).read_bytes()
+
+        @app.get(path, include_in_schema=False)
+        async def page() -> Response:
+            return Response(content, media_type=PAGE[name], headers=PAGE_HEADERS)
+
+    add_page("/", "index.html")
+    for name in PAGE:
+        add_page(f"/page/{name}", name)
+
+
+def _documented(kind: type[Any]) -> dict[str, Any]:
+    """The body's schema for the OpenAPI description; parsing is ours, for errors in OpenAI's shape."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    body = json.loads(json.dumps(schema))
+    return {
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(body, definitions)}}}
+        }
+    }
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(entry, definitions) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rsplit("/", 1)[-1]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}
+
+
+async def _collect(answer: Answer, updates: AsyncIterator[Update]) -> None:
+    async for update in updates:
+        answer.take(update)
+
+
+async def _within(updates: AsyncIterator[Update], deadline: float) -> AsyncIterator[Update]:
+    """The same updates, until a point in time (``perf_counter``)."""
+    try:
+        while True:
+            try:
+                update = await asyncio.wait_for(anext(updates), deadline - perf_counter())
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise RequestTimeout("the request's deadline has passed") from error
+            yield update
+    finally:
+        await updates.aclose()  # type: ignore[attr-defined]
+
+
+async def _unless_disconnected(http: Request, work: Awaitable[None]) -> None:
+    """Do ``work``, but cancel it once the client has gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise asyncio.CancelledError("the client has gone")
+        await task
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _worth_telling(part: Mapping[str, Any]) -> bool:
+    said = part.get("text") or part.get("delta", {}).get("content") or part.get("delta", {}).get("tool_calls")
+    return bool(said or part["logprobs"] or part["finish_reason"] or part.get("rounds"))
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+KINDS: Sequence[tuple[type[Exception], int, str]] = (
+    (UserError, 400, "invalid_request_error"),
+    (Overloaded, 429, "overloaded_error"),
+    (EngineFailure, 500, "server_error"),
+    (RequestTimeout, 504, "timeout_error"),
+)
+
+
+def _error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status and OpenAI's description of an error; of one that was not foreseen, nothing but that it happened."""
+    status, kind, text = 500, "server_error", "an internal error occurred; the server's log says more"
+    for own, code, name in KINDS:
+        if isinstance(error, own):
+            status, kind, text = code, name, str(error)
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, str(error.detail)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    param = error.param if isinstance(error, Unsupported) else None
+    return status, {"error": {"message": text, "type": kind, "param": param, "code": status}}
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    status, body = _error_body(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(error.retry_after)
+    return JSONResponse(body, status, headers)
+
+
+@dataclass
+class _RequestLog:
+    """One structured line for each request."""
+
+    id: str
+    http: Request
+    request: ChatRequest | CompletionRequest
+    begin: float
+
+    def ended(self, answer: Answer, error: BaseException | None = None) -> None:
+        usage = answer.usage()
+        sequences = [choice.sequence for choice in answer.choices if choice.sequence is not None]
+        rounds = sum(sequence.acceptance.rounds for sequence in sequences)
+        committed = sum(sequence.acceptance.committed for sequence in sequences)
+        fields = {
+            "event": "request",
+            "id": self.id,
+            "path": self.http.url.path,
+            "user": self.request.user,
+            "stream": self.request.stream,
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "seconds": round(perf_counter() - self.begin, 4),
+            "acceptance_length": round(committed / rounds, 3) if rounds else None,
+            "finish_reasons": [choice.finish_reason for choice in answer.choices],
+            "error": None if error is None else str(error) or type(error).__name__,
+        }
+        LOG.info("request", extra={"fields": fields})
+
+
+class Guard:
+    """Around the application: API keys, the size of bodies, and clients too slow to send or to read."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._keys = [key.encode() for key in config.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is None:
+            body = await self._body(receive)
+            refusal = body if isinstance(body, tuple) else None
+        if refusal is not None:
+            status, text = refusal
+            more = {"WWW-Authenticate": "Bearer"} if status == 401 else {"Connection": "close"}
+            response = await _answer_error(Request(scope), HTTPException(status, text, more))
+            await response(scope, receive, send)
+            return
+        assert isinstance(body, bytes)
+        await self._app(scope, _replaying(body, receive), self._patient(send))
+
+    def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+        if self._keys and path not in OPEN_PATHS:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            # All are compared, each in constant time.
+            matches = [hmac.compare_digest(key, own) for own in self._keys]
+            if scheme.lower() != b"bearer" or not any(matches):
+                return 401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._config.body_bytes:
+            return 413, self._too_large
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._config.body_bytes} bytes"
+
+    async def _body(self, receive: Receive) -> bytes | tuple[int, str]:
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._config.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return b"".join(parts)
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._config.body_bytes:
+                        return 413, self._too_large
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            return 408, f"the body did not come within {self._config.body_seconds:g} seconds"
+
+    def _patient(self, send: Send) -> Send:
+        async def within(message: Message) -> None:
+            await asyncio.wait_for(send(message), self._config.send_seconds)
+
+        return within
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """``receive`` for the application: the body that has been read already, then what comes."""
+    told = False
+
+    async def replay() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
