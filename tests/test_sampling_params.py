@@ -27,6 +27,7 @@ VLLM_DEFAULTS = {
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "logit_bias": None,
+    "structured_outputs": None,
 }
 
 

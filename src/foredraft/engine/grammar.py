@@ -70,7 +70,7 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0])
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
         return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_token_ids)
 
 
@@ -144,9 +144,9 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
-        self.eos_token_id = eos_token_id
-        self.special_token_ids = sorted(tokenizer.special_ids)
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = sorted(tokenizer.special_ids.union(eos_token_ids))
         self.tokens = _token_bytes(tokenizer, vocab_size)
         self._tokenizer = tokenizer
 
@@ -196,18 +196,20 @@ def _token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """What each token writes; nothing for rows of the embedding beyond the tokenizer's tokens."""
     backend = tokenizer._backend
     added = backend.get_added_tokens_decoder()
-    alphabet = _byte_alphabet() if isinstance(backend.decoder, decoders.ByteLevel) else None
+    alphabet = _byte_alphabet() if isinstance(backend.decoder, decoders.ByteLevel) else {}
 
-    def spelled(token_id: int) -> bytes:
+    def written(token_id: int) -> bytes:
         token = backend.id_to_token(token_id)
         if token is None:
             return b""
         if token_id in added:
             return token.encode()
-        if alphabet is not None:
-            return bytes(alphabet[character] for character in token)
+        if alphabet:
+            return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode()
         if _BYTE_FALLBACK.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return tokenizer.token_text(token_id).encode()
+        text = tokenizer.token_text(token_id)
+        # Part of a character, of which there is no telling: better never than wrong.
+        return b"" if "\ufffd" in text else text.encode()
 
-    return [spelled(token_id) for token_id in range(vocab_size)]
+    return [written(token_id) for token_id in range(vocab_size)]

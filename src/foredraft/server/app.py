@@ -66,6 +66,14 @@ class ServerConfig:
     deadline_seconds: float = 3600.0
 
 
+CLIENT_GONE = 499
+"""nginx's status for a response that nobody waits for."""
+
+
+class ClientGone(RuntimeError):
+    """Nobody waits for the response."""
+
+
 class RequestTimeout(RuntimeError):
     """A deadline has passed."""
 
@@ -121,10 +129,10 @@ class _Service:
             # The tags of calls may be special tokens, and the parser wants to see them.
             params = replace(params, skip_special_tokens=False)
         variables = dict(request.chat_template_kwargs or {})
-        if choice is not None:
-            messages = tools.tool_messages(messages, choice.tools, self.template_knows_tools)
-            if self.template_knows_tools:
-                variables["tools"] = choice.tools
+        listed = choice.tools if choice else ()
+        messages = tools.tool_messages(messages, listed, self.template_knows_tools)
+        if listed and self.template_knows_tools:
+            variables["tools"] = listed
         encode = self.llm.tokenizer.encode_chat
         prompt = await asyncio.to_thread(
             encode, messages, add_generation_prompt=request.add_generation_prompt, **variables
@@ -187,12 +195,14 @@ class _Service:
                 self._stream(request, answer, first, updates, log), media_type="text/event-stream", headers=STREAMING
             )
         try:
-            await _unless_disconnected(http, _collect(answer, updates))
+            done = await _unless_disconnected(http, _collect(answer, updates))
         except BaseException as error:
             log.ended(answer, error)
             raise
-        log.ended(answer)
-        return JSONResponse(answer.whole())
+        finally:
+            await updates.aclose()  # type: ignore[attr-defined]
+        log.ended(answer, None if done else ClientGone("the client has gone"))
+        return JSONResponse(answer.whole()) if done else Response(status_code=CLIENT_GONE)
 
     async def _stream(
         self,
@@ -358,20 +368,20 @@ async def _within(updates: AsyncIterator[Update], deadline: float) -> AsyncItera
         await updates.aclose()  # type: ignore[attr-defined]
 
 
-async def _unless_disconnected(http: Request, work: Awaitable[None]) -> None:
-    """Do ``work``, but cancel it once the client has gone."""
+async def _unless_disconnected(http: Request, work: Awaitable[None]) -> bool:
+    """Do ``work``, but cancel it once the client has gone; whether it was done."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(http))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            raise asyncio.CancelledError("the client has gone")
-        await task
+        if task.done():
+            await task
+            return True
+        return False
     finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _gone(http: Request) -> None:

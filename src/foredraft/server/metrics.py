@@ -9,7 +9,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.memory import Paged
 from foredraft.engine.sequence import FinishReason, Sequence
 
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 LABELS = ("model_name", "engine")

@@ -208,6 +208,11 @@ class ChatRequest(_Generation):
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        own = {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
+        if own:
+            raise ValueError(
+                f"chat_template_kwargs cannot have {', '.join(sorted(own))}: the request has fields for that"
+            )
         if sum(bool(given) for given in (self.response_format, self.structured_outputs, self.tools)) > 1:
             raise ValueError("response_format, structured_outputs and tools cannot be combined")
         return self

@@ -55,17 +55,19 @@ class ToolChoice:
         if self.required:
             rules.append(f"start: {opening} call{more}")
         else:
-            # Text is all there is until a tag is complete, and then a call must follow.
-            lead = f"TEXT {begin}" if begin else "lead"
-            rules += [f"start: TEXT | {lead} call{more}", r"TEXT: /(.|\n)*/"]
-            rules += [] if begin else [rf"lead[lazy]: /(.|\n)*{OPEN}/"]
+            # Text is all there is until a tag is complete, as a special token or spelled, and then a call must follow.
+            lead = f"(lead | TEXT {begin})" if begin else "lead"
+            rules.append(f"start: TEXT | {lead} call{more}")
+            rules += [r"TEXT: /(.|\n)*/", rf"lead[lazy]: /(.|\n)*{OPEN}/"]
         for index, (name, parameters) in enumerate(self.functions):
             head = json.dumps(f'{{"name": "{name}", "arguments": ')
             rules.append(f'call_{index}: {head} {json_rule(parameters)} "}}"')
         grammar = "\n".join(rules)
         size = len(grammar.encode())
         if size > MAX_GRAMMAR_BYTES:
-            raise UserError(f"the parameters of the tools have {size} bytes together, expected {MAX_GRAMMAR_BYTES}")
+            raise UserError(
+                f"the parameters of the tools have {size} bytes together, expected at most {MAX_GRAMMAR_BYTES}"
+            )
         return StructuredOutputsParams(grammar=grammar)
 
 

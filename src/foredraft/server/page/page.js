@@ -1,8 +1,10 @@
 // The live page of `foredraft serve`: one prompt, its answer as it is generated, and where each token came from.
 // Text from the server or the user enters the document as text nodes only.
 
-const HINT = "Point at a round to see what was rejected, or go into the text with Tab and move with the arrow keys.";
+const METHOD_HINT = "Point at a round to see what was rejected, or go into the text with Tab and move with the arrow keys.";
+const PLAIN_HINT = "Nothing is drafted: each round is one pass of the target for one token.";
 const AUTO_POSITIONS = 7; // Of the colour scale when N is auto, until a round drafts further.
+const PLAIN = { speculative_config: { num_speculative_tokens: 0 } };
 const REFRESH_MS = 40; // Drawing shares the cores with the model: no more often than the eye needs.
 
 const $ = (id) => document.getElementById(id);
@@ -112,8 +114,8 @@ class Measurement {
 
 /** One way of decoding: its answer, its readings, its acceptance rates. */
 class Lane {
-  constructor(name, overrides) {
-    this.overrides = overrides;
+  constructor(kind, name) {
+    this.plain = kind === "plain";
     this.root = $("lane").content.cloneNode(true).firstElementChild;
     this.answer = this.root.querySelector(".answer");
     this.details = this.root.querySelector(".details");
@@ -121,8 +123,9 @@ class Lane {
     this.readings = Object.fromEntries(
       [...this.root.querySelectorAll("[data-reading]")].map((reading) => [reading.dataset.reading, reading]),
     );
+    this.root.classList.add(kind);
     const title = this.root.querySelector("h2");
-    title.id = `title-${overrides ? "plain" : "method"}`;
+    title.id = `title-${kind}`;
     this.root.setAttribute("aria-labelledby", title.id);
     this.rename(name);
     this.answer.addEventListener("mouseover", (event) => this.#point(event.target));
@@ -162,7 +165,7 @@ class Lane {
       const response = await ask("v1/chat/completions", {
         method: "POST",
         headers: { "Content-Type": "application/json" },
-        body: JSON.stringify({ ...body, ...this.overrides }),
+        body: JSON.stringify(this.plain && server.method ? { ...body, ...PLAIN } : body),
         signal,
       });
       for await (const chunk of objects(response)) this.#take(chunk);
@@ -198,6 +201,7 @@ class Lane {
     const fresh = document.createDocumentFragment();
     for (; this.drawn < this.rounds.length; this.drawn += 1) fresh.append(this.#round(this.drawn));
     box.append(fresh);
+    if (!box.querySelector(".shown")) this.#show(null);
     if (follow) box.scrollTop = box.scrollHeight;
     const { tau, decoding, first, tokens } = this.measurement;
     this.readings.tau.textContent = tau === null ? "–" : tau.toFixed(2);
@@ -225,7 +229,7 @@ class Lane {
   drawRates() {
     const proposed = this.measurement?.proposed ?? [];
     const body = this.table.tBodies[0];
-    const rows = Math.max(proposed.length, this.overrides ? 0 : server.positions);
+    const rows = Math.max(proposed.length, this.plain ? 0 : server.positions);
     while (body.rows.length > rows) body.lastChild.remove();
     while (body.rows.length < rows) body.append(rateRow(body.rows.length + 1));
     this.table.hidden = rows === 0;
@@ -237,7 +241,7 @@ class Lane {
       rate.querySelector(".value").textContent = rounds ? `${Math.round((100 * kept) / rounds)} %` : "–";
       counts.textContent = rounds ? `${kept} of ${rounds}` : "–";
     }
-    if (!this.overrides && rows > $("scale").children.length) drawScale(rows);
+    if (!this.plain && rows > $("scale").children.length) drawScale(rows);
   }
 
   // Rounds: pointed at, or reached with the keyboard. Only the keyboard makes the details line speak.
@@ -277,7 +281,7 @@ class Lane {
     this.answer.querySelector(".shown")?.classList.remove("shown");
     round?.classList.add("shown");
     if (!round) {
-      this.details.replaceChildren(this.rounds.length ? HINT : "");
+      this.details.replaceChildren(!this.rounds.length ? "" : this.plain ? PLAIN_HINT : METHOD_HINT);
       return;
     }
     const index = Number(round.dataset.round);
@@ -326,7 +330,7 @@ function drawScale(positions) {
 // ------------------------------------------------------------------------------------------------- the page
 
 const server = { model: null, method: null, positions: 0 };
-const lanes = { method: new Lane("method", null), plain: new Lane("plain decoding", { speculative_config: { num_speculative_tokens: 0 } }) };
+const lanes = { method: new Lane("method", "method"), plain: new Lane("plain", "plain decoding") };
 let running = null; // The AbortController of what runs.
 
 $("lanes").append(lanes.method.root, lanes.plain.root);
@@ -349,7 +353,6 @@ async function learnServer() {
     if (model.max_model_len) $("max-tokens").max = model.max_model_len;
     if (server.method) lanes.method.rename(server.method);
     else {
-      lanes.plain.overrides = null;
       document.querySelector('[name="run"][value="plain"]').checked = true;
       $("run-choice").disabled = true;
     }
@@ -378,6 +381,10 @@ function arrange() {
 
 function report(error) {
   if (error.status === 401) $("key-form").hidden = false;
+  if (error.status === 401 && !apiKey) {
+    $("key").focus();
+    return;
+  }
   const unreachable = error instanceof TypeError;
   const message = element("p", {}, unreachable ? `The server cannot be reached (${error.message}).` : error.message);
   if (error.label) message.append(" ", element("span", { className: "label", textContent: error.label }));
@@ -472,7 +479,7 @@ function judge(together, { temperature }) {
     if (temperature > 0) findings.push("The rejection rule keeps the distribution, not the text; under the exact rule this is an error.");
     findings.push("foredraft’s native kernels promise the same text; its PyTorch path may round differently.");
   }
-  if (decoding !== null) findings.push(`The ratio counts the prompt’s time; after the first token it is ${decoding.toFixed(2)}×.`);
+  if (decoding !== null) findings.push(`The ratio counts the time to the first token, the first part of the bars; after the first token it is ${decoding.toFixed(2)}×.`);
   if (together) findings.push("Both ran at once and shared the machine, so neither speed is its own.");
   $("finding").textContent = findings.join(" ");
   drawTimes([method, plain]);
