@@ -44,6 +44,8 @@ class ScriptedDrafter:
         rows, features = batch.token_ids.split(list(batch.counts)), taps.split(list(batch.counts))
         for slot, start, own, feature, keep in zip(batch.slots, batch.starts, rows, features, accepted, strict=True):
             assert 0 <= keep <= len(own)
+            if not keep and slot not in self.seen:
+                continue  # Not followed.
             seen = self.seen.setdefault(slot, [])
             assert len(seen) == start
             seen.extend(own[:keep].tolist())
@@ -70,7 +72,8 @@ class ScriptedDrafter:
         return Proposal(tuple(tokens[: len(confidences)]), confidences=tuple(confidences))
 
     def release(self, slot: int) -> None:
-        self.finished.append((self.seen.pop(slot, []), self.features.pop(slot, [])))
+        if slot in self.seen:
+            self.finished.append((self.seen.pop(slot), self.features.pop(slot, [])))
 
 
 KINDS = ("perfect", "garbage", "half", "empty", "long", "stop")

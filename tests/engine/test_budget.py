@@ -110,7 +110,7 @@ class Text:
 
     def __init__(self, mean: float, spread: float, seed: int) -> None:
         self.mean, self.spread, self.rng = mean, spread, random.Random(seed)
-        self.decoding, self.room, self.draft_limit, self.slot = True, 10**6, 10**6, 0
+        self.decoding, self.followed, self.room, self.draft_limit, self.slot = True, True, 10**6, 10**6, 0
 
     def draft(self, count: int, informed: bool) -> tuple[list[float], list[bool], Proposal]:
         p = [min(0.99, max(0.01, self.rng.gauss(self.mean, self.spread))) for _ in range(count)]

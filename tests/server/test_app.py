@@ -336,7 +336,7 @@ def test_a_client_that_leaves(stream: bool, monkeypatch: pytest.MonkeyPatch) -> 
                 with pytest.raises(httpx.ReadTimeout):
                     leaving.post("/v1/chat/completions", json=body, timeout=0.15)
         wait_until(lambda: running.metric("vllm:num_requests_running") == 0)
-        assert running.metric("vllm:request_success_total", finished_reason="abort") == 4
+        wait_until(lambda: running.metric("vllm:request_success_total", finished_reason="abort") == 4)
         assert chat(running, "ab", max_tokens=2).status_code == 200
 
 

@@ -58,7 +58,8 @@ class Script:
 
     hold_after: the chunk after which it sends comments until ``released``. key: the API key it asks for.
     refusal: status and message instead of an answer. break_after: chunks before an error in the stream.
-    pause: seconds between two chunks, of (speculative, plain) answers.
+    cut_after: chunks before the connection ends. pause: seconds between two chunks, of (speculative, plain) answers.
+    silent_tokens: of the usage, without a piece.
     """
 
     rounds: list[Round] = field(default_factory=lambda: ROUNDS)
@@ -73,6 +74,7 @@ class Script:
     refusal: tuple[int, str] | None = None
     break_after: int | None = None
     cut_after: int | None = None
+    silent_tokens: int = 0
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -167,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.raw(b": still here\n\n")
                 time.sleep(0.02)
         self.chunk({}, finish_reason="stop")
-        tokens = sum(len(entry["pieces"]) for entry in rounds)
+        tokens = sum(len(entry["pieces"]) for entry in rounds) + script.silent_tokens
         usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
         self.event({"object": "chat.completion.chunk", "choices": [], "usage": usage})
         self.raw(b"data: [DONE]\n\n")
@@ -383,6 +385,30 @@ def test_counters_equal_what_was_sent(opened: Open, server: FakeServer, rounds_p
     ]
     widths = rows.locator(".bar").evaluate_all("all => all.map(bar => bar.style.width)")
     assert [round(float(width.rstrip("%"))) for width in widths] == [80, 80, 67, 33, 50]
+
+
+def test_the_usage_counts_tokens_without_text(opened: Open, server: FakeServer) -> None:
+    server.script.rounds = [*ROUNDS, one_round([], None, (" and",))]
+    server.script.silent_tokens = 1
+    page = opened()
+    run(page)
+    finished(page, "dflash")
+    assert reading(page, "dflash", "tokens") == "19"
+    assert reading(page, "dflash", "tau") == f"{18 / 7:.2f}"
+    last = lane(page, "dflash").locator(".round").last
+    last.hover()
+    expect(lane(page, "dflash").locator(".details")).to_contain_text("Round 7: 1 drafted, 0 accepted, rejected: ' and'")
+
+
+def test_a_round_may_say_how_many_tokens_it_committed(opened: Open, server: FakeServer) -> None:
+    """Text comes later than its token where a stop string might still match or a character is not complete."""
+    late = {**one_round([], None, (" a",)), "committed": 1}
+    server.script.rounds = [one_round([], "The"), late, {**one_round([" sky", " is"], " blue"), "committed": 2}]
+    server.script.hold_after = 2
+    page = opened()
+    run(page)
+    expect(lane(page, "dflash").locator(".answer")).to_have_text("The sky is blue")
+    assert reading(page, "dflash", "tokens") == "4"
 
 
 def test_speeds_are_those_of_the_stream(opened: Open, server: FakeServer) -> None:

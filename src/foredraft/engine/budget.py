@@ -21,9 +21,9 @@ from foredraft.engine.sequence import Sequence as Running
 
 def draft_room(sequence: Running, num_speculative_tokens: int) -> int:
     """The most draft tokens that can be of use: a round commits one more than it keeps, and the output, which
-    ``max_tokens`` and the context length bound, has room for ``sequence.room`` tokens; and as many as the request
-    wants at most."""
-    return max(0, min(num_speculative_tokens, sequence.draft_limit, sequence.room - 1))
+    ``max_tokens`` and the context length bound, has room for ``sequence.room`` tokens; as many as the request wants at
+    most, and none where the drafter does not follow."""
+    return max(0, min(num_speculative_tokens, sequence.draft_limit, sequence.room - 1)) if sequence.followed else 0
 
 
 def admissions(survivals: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
@@ -74,6 +74,10 @@ class Budget(Protocol):
     stop: Stop | None
     """For the drafter, in the round that ``plan`` was asked about last."""
 
+    def follows(self, load: int) -> bool:
+        """Whether the drafter is to follow one more sequence, when ``load`` sequences run; what it has not followed
+        from the beginning it cannot draft for."""
+
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         """Which items of ``work`` draft, by index, and how many tokens at most (at least 1)."""
 
@@ -94,6 +98,9 @@ class FixedBudget:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._tokens = num_speculative_tokens
+
+    def follows(self, load: int) -> bool:
+        return self._tokens > 0
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         return _rooms(work, self._tokens)
@@ -189,6 +196,8 @@ NEGLIGIBLE = 0.01
 """Survival below which no token is drafted on average."""
 PATIENCE = 16
 """The fewest rounds between two tries to draft where that does not seem to pay."""
+PROBES = 16
+"""Sequences that are not followed for one that is, where drafting does not pay."""
 TRYING = 0.015
 """The share of the time that such tries may take."""
 
@@ -216,9 +225,10 @@ class AutoBudget:
         self._round = self._last_try = 0
         self._trying: Running | None = None
         self._spent = self._row_price = self._rate = 0.0
+        self._pays: dict[int, bool] = {}
         self._news: list[tuple[Belief, list[float]]] = []
         self._situation: tuple[dict[int, Belief], dict[int, int], int] = ({}, {}, 0)
-        self._until = 0
+        self._until = self._unfollowed = 0
         self._planned: dict[int, int] = {}
         self._asked_of: list[tuple[Belief, list[float], int]] = []
         self._ask()
@@ -229,6 +239,19 @@ class AutoBudget:
         draft = self._costs.draft
         self._verify, self._draft, self._step = cache(self._asked), cache(draft), cache(draft.step)
         self._affordable = _affordable(draft, self._max_tokens)
+        self._pays = {}
+
+    def follows(self, load: int) -> bool:
+        """Where drafting would not pay with ``load`` sequences like those before, following does not either; but one
+        of several is followed, so that a text that turns predictable is noticed."""
+        if self._costs.verify is not self._asked:
+            self._ask()
+        if load not in self._pays:
+            means, rooms = self._expected.means(), dict.fromkeys(range(load), self._max_tokens)
+            lengths, _ = self._best_lengths(dict.fromkeys(rooms, means), rooms, load, 0)
+            self._pays[load] = bool(lengths)
+        self._unfollowed = 0 if self._pays[load] or self._unfollowed >= PROBES else self._unfollowed + 1
+        return not self._unfollowed
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         self._round += 1
@@ -340,6 +363,7 @@ class AutoBudget:
             belief.expected.update(survivals)
             self._expected.update(survivals)
         self._news.clear()
+        self._pays.clear()
 
     def _best_lengths(
         self, able: Mapping[int, Sequence[float]], rooms: Mapping[int, int], decoding: int, others: int

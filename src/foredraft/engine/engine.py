@@ -88,7 +88,7 @@ class Engine:
         draft_tokens = most if num_speculative_tokens == "auto" else num_speculative_tokens
         self.max_model_len = config.max_model_len or own_limit
         self.memory, limit = self._make_memory(draft_tokens)
-        self.scheduler = Scheduler(config, self.memory, draft_tokens)
+        self.scheduler = Scheduler(config, self.memory, draft_tokens, self._follows)
         self._live: LiveCosts | None = None
         self._budget = self._make_budget(num_speculative_tokens, costs)
         if isinstance(self.memory, Paged):
@@ -246,7 +246,7 @@ class Engine:
     def _observe(self, work: Ids[Work], batch: Batch, taps: Tensor | None, kept: Ids[int]) -> None:
         assert self._drafter is not None
         # What never drafts need not be followed.
-        followed = [count if item.sequence.draft_limit else 0 for item, count in zip(work, kept, strict=True)]
+        followed = [count if item.sequence.followed else 0 for item, count in zip(work, kept, strict=True)]
         if not any(followed):
             return
         with self.timings.measure("observe"):
@@ -262,7 +262,10 @@ class Engine:
         self.drafter_failures += 1
         LOG.error("the drafter failed; %d sequences go on without speculation", len(sequences), exc_info=error)
         for sequence in sequences:
-            sequence.draft_limit = 0
+            sequence.draft_limit, sequence.followed = 0, False
+
+    def _follows(self, sequence: Sequence, load: int) -> bool:
+        return sequence.draft_limit > 0 and self._budget.follows(load)
 
     def _request(self, sequence: Sequence) -> DraftRequest:
         sampling = None

@@ -92,7 +92,9 @@ class Paged(Unlimited):
         # The last token is run in any case: the next one comes from its logits. The one before an anchor too, for what
         # it leaves to a drafter.
         most = (len(sequence.tokens) - (2 if sequence.num_output else 1)) // positions
-        known = min(max(0, table.known(contents) - self._lag), most)
+        drafts = self._drafter is not None and sequence.followed
+        lag = self._lag if drafts else 0
+        known = min(max(0, table.known(contents, complete=drafts) - lag), most)
         begin = known * positions
         taken = contents[:known]
         end = min(begin + rows, len(sequence.tokens))
@@ -100,9 +102,9 @@ class Paged(Unlimited):
             return False
         table.adopt(slot, taken)
         table.ensure(slot, end)
-        for cache in self._lengths:
+        for cache in self._caches_of(sequence):
             cache.commit(slot, begin)
-        if self._drafter and begin:
+        if self._drafter and sequence.followed and begin:
             self._drafter.adopt(slot, sequence.tokens[:begin])
         sequence.computed = sequence.reused = begin
         sequence.described = known
@@ -123,9 +125,13 @@ class Paged(Unlimited):
         positions, slot = self.table.positions, sequence.slot
         if not self._reuse or sequence.computed // positions <= sequence.described:
             return
-        full = min(cache.length(slot) for cache in self._lengths) // positions
+        full = min(cache.length(slot) for cache in self._caches_of(sequence)) // positions
         if full > sequence.described:
             sequence.contents = page_contents(sequence.tokens[: full * positions], positions, sequence.contents)
             for index in range(sequence.described, full):
-                self.table.describe(slot, index, sequence.contents[index])
+                self.table.describe(slot, index, sequence.contents[index], sequence.followed)
             sequence.described = full
+
+    def _caches_of(self, sequence: Sequence) -> Ids[PagedCache]:
+        """Those that follow it; the target's comes first."""
+        return self._lengths if sequence.followed else self._lengths[:1]

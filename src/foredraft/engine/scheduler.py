@@ -2,6 +2,7 @@
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -32,11 +33,19 @@ class Scheduler:
     """First come, first served: everything that decodes runs in every pass, prefill fills what room is left.
 
     Where memory runs out, the sequence that came last leaves its slot and waits again (preemption); its tokens are
-    run anew when there is room. draft_tokens: the most that a drafter is asked for.
+    run anew when there is room. draft_tokens: the most that a drafter is asked for. follow: whether the drafter is to
+    follow a sequence that gets a slot, when so many, itself included, are running or waiting.
     """
 
-    def __init__(self, config: EngineConfig, memory: Memory, draft_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: Memory,
+        draft_tokens: int = 0,
+        follow: Callable[[Sequence, int], bool] = lambda sequence, load: True,
+    ) -> None:
         self._config = config
+        self._follow = follow
         self._memory = memory
         self._draft_tokens = draft_tokens
         self._free = list(range(config.max_num_seqs))
@@ -85,7 +94,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for a round of a decoding sequence, by preemption if need be, its own in the end."""
-        drafts = self._draft_tokens if sequence.draft_limit else 0
+        drafts = self._draft_tokens if sequence.followed else 0
         while not self._memory.reserve(sequence, len(sequence.tokens) + drafts):
             last = self.running[-1]
             self._preempt(last)
@@ -110,6 +119,9 @@ class Scheduler:
         if not (self.waiting and self._free):
             return None
         sequence, slot = self.waiting[0], self._free[0]
+        sequence.followed = self._follow(
+            sequence, min(self._config.max_num_seqs, len(self.running) + len(self.waiting))
+        )
         # A page for each that runs, so that it is not the newcomer who sends them away.
         if not self._memory.admit(sequence, slot, rows, spare=len(self.running)):
             return None

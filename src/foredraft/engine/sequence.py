@@ -70,7 +70,8 @@ class Sequence:
 
     slot: its place in the caches while it runs, -1 otherwise. computed: positions whose state the caches hold.
     origins: of each output token, the block position k >= 1 of the accepted draft token, or 0 for a token of the
-    target itself. draft_limit: the most draft tokens of a round. error: why it cannot go on, with the finish reason
+    target itself. draft_limit: the most draft tokens of a round. followed: whether the drafter follows it;
+    what it does not follow decodes plainly. error: why it cannot go on, with the finish reason
     "error". rounds: None; a list that somebody puts there gets every round. arrived, admitted_at, first_token_at,
     finished_at: by ``perf_counter``.
 
@@ -94,6 +95,7 @@ class Sequence:
         self.slot = -1
         self.computed = 0
         self.draft_limit = sys.maxsize
+        self.followed = True
         self.contents: list[bytes] = []
         self.described = self.reused = 0
         room = max_len - len(prompt)

@@ -18,10 +18,12 @@ class OutOfPages(RuntimeError):
 
 @dataclass
 class _Page:
-    """users: slots that own it. content: the hash of the tokens up to its end, once all its positions are computed."""
+    """users: slots that own it. content: the hash of the tokens up to its end, once all its positions are computed.
+    complete: in all caches, not in the target's alone."""
 
     users: int = 0
     content: bytes | None = None
+    complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,13 @@ class PageTable:
             self._kept.pop(page, None)
             self._own(slot, owned, page)
 
-    def known(self, contents: Sequence[bytes]) -> int:
-        """How many of these contents, from the first on, are there."""
+    def known(self, contents: Sequence[bytes], complete: bool) -> int:
+        """How many of these contents, from the first on, are there; complete: in all caches."""
         found = 0
-        while found < len(contents) and contents[found] in self._by_content:
+        while found < len(contents):
+            page = self._by_content.get(contents[found])
+            if page is None or (complete and not self._pages[page].complete):
+                break
             found += 1
         return found
 
@@ -123,12 +128,24 @@ class PageTable:
         """How many of these ``known`` contents no slot owns: taking them over takes them from what is available."""
         return sum(self._by_content[content] in self._kept for content in contents)
 
-    def describe(self, slot: int, index: int, content: bytes) -> None:
-        """All positions of a slot's page ``index`` are computed; this is what they hold."""
+    def describe(self, slot: int, index: int, content: bytes, complete: bool) -> None:
+        """All positions of a slot's page ``index`` are computed; this is what they hold.
+
+        A page that is complete takes the place of one with the same content that is not.
+        """
         page = self._owned[slot][index]
-        if content not in self._by_content and self._pages[page].content is None:
-            self._pages[page].content = content
-            self._by_content[content] = page
+        state, known = self._pages[page], self._by_content.get(content)
+        if known == page or state.content is not None:
+            return
+        if known is not None:
+            if not complete or self._pages[known].complete:
+                return
+            self._pages[known].content = None
+            if known in self._kept:
+                del self._kept[known]
+                self._free.append(known)
+        state.content, state.complete = content, complete
+        self._by_content[content] = page
 
     def _own(self, slot: int, owned: list[int], page: int) -> None:
         self._fit(slot + 1, len(owned) + 1)

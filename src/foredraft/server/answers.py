@@ -206,6 +206,7 @@ class Answer:
         told: list[dict[str, Any]] = [
             {
                 "pieces": [],
+                "committed": entry.committed,
                 "drafted": len(entry.draft),
                 "accepted": entry.accepted,
                 "rejected": [self._token(token) for token in entry.draft[entry.accepted :]],

@@ -230,8 +230,8 @@ class _Service:
             failure = error
             yield _event(_error_body(error)[1])
             yield b"data: [DONE]\n\n"
-        except BaseException as error:
-            failure = error
+        except asyncio.CancelledError:
+            failure = ClientGone("the client has gone")
             raise
         finally:
             await updates.aclose()  # type: ignore[attr-defined]

@@ -65,8 +65,10 @@ async function* objects(response) {
 /**
  * What one answer measured, in milliseconds since its request.
  *
- * The first round is the prompt's: its token was not drafted for, so τ leaves it out. Tokens per second are counted
- * after the first chunk of tokens has arrived, the prompt's time is the time to first token.
+ * The first round is the prompt's: its one token was not drafted for, so τ leaves it out. Tokens per second are counted
+ * after the first chunk of tokens has arrived, the prompt's time is the time to first token. While text streams, a
+ * round without `committed` counts as many tokens as it has pieces; the usage at the end has the last word, for a
+ * stop token has no text.
  */
 class Measurement {
   start = performance.now();
@@ -74,7 +76,6 @@ class Measurement {
   last = null;
   rounds = 0;
   tokens = 0;
-  promptTokens = 0; // Of the prompt's round.
   firstTokens = 0; // Of the first chunk.
   proposed = []; // By position: rounds that drafted there,
   kept = []; // and rounds that kept it.
@@ -82,9 +83,8 @@ class Measurement {
   add(rounds) {
     const now = performance.now() - this.start;
     for (const round of rounds) {
-      if (this.rounds === 0) this.promptTokens = round.pieces.length;
       this.rounds += 1;
-      this.tokens += round.pieces.length;
+      this.tokens += round.committed ?? round.pieces.length;
       for (let position = 0; position < round.drafted; position += 1) {
         this.proposed[position] = (this.proposed[position] ?? 0) + 1;
         this.kept[position] = (this.kept[position] ?? 0) + (position < round.accepted ? 1 : 0);
@@ -96,7 +96,7 @@ class Measurement {
   }
 
   get tau() {
-    return this.rounds > 1 ? (this.tokens - this.promptTokens) / (this.rounds - 1) : null;
+    return this.rounds > 1 ? (this.tokens - 1) / (this.rounds - 1) : null;
   }
 
   /** Tokens per second after the first. */
@@ -183,6 +183,7 @@ class Lane {
     const choice = chunk.choices?.[0];
     const content = choice?.delta?.content ?? "";
     const rounds = choice?.rounds ?? [];
+    if (chunk.usage) this.measurement.tokens = chunk.usage.completion_tokens;
     if (content && !rounds.length) throw new Error("The server sent text without its rounds (return_rounds).");
     this.text += content;
     this.finishReason = choice?.finish_reason ?? this.finishReason;
@@ -214,7 +215,9 @@ class Lane {
   #round(index) {
     const made = element("span", { className: "round", tabIndex: index ? -1 : 0 });
     made.dataset.round = index;
-    for (const [text, origin] of this.rounds[index].pieces) {
+    const { pieces } = this.rounds[index];
+    if (pieces.every(([text]) => !text)) made.classList.add("silent");
+    for (const [text, origin] of pieces) {
       const token = element("span", { className: "token", textContent: text });
       if (origin) {
         token.dataset.position = origin;
