@@ -110,6 +110,7 @@ class Text:
 
     def __init__(self, mean: float, spread: float, seed: int) -> None:
         self.mean, self.spread, self.rng = mean, spread, random.Random(seed)
+        self.prompt_length, self.reused, self.num_output = 10, 0, 10
         self.decoding, self.followed, self.room, self.draft_limit, self.slot = True, True, 10**6, 10**6, 0
 
     def draft(self, count: int, informed: bool) -> tuple[list[float], list[bool], Proposal]:

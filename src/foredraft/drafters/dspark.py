@@ -136,9 +136,7 @@ class DSparkDrafter:
                 self._config.markov_kind, embedded, own, state, self._gate, self._gate_bias, self._ops
             )
             logits = self._ops.linear(latent, self._w2, None)
-            # Row by row: on many elements PyTorch would wake its own threads.
-            for row, without in zip(logits, base[:, k - 1], strict=True):
-                row.add_(without)
+            logits += base[:, k - 1]
             picked = pick(logits, [(request, k) for request in requests], self._vocab, self._ops)
             confidences = self._confidences(own, embedded) or picked.confidences
             for index, draft in enumerate(drafts):

@@ -196,7 +196,11 @@ NEGLIGIBLE = 0.01
 """Survival below which no token is drafted on average."""
 PATIENCE = 16
 """The fewest rounds between two tries to draft where that does not seem to pay."""
-PROBES = 16
+WORTH_FOLLOWING = 1.03
+"""How much faster it must be: what is expected is not certain, and rounds that draft take some time for deciding."""
+RECENT = 0.05
+"""The share of the newest sequence in the mean lengths of prompts and answers."""
+PROBES = 32
 """Sequences that are not followed for one that is, where drafting does not pay."""
 TRYING = 0.015
 """The share of the time that such tries may take."""
@@ -226,6 +230,7 @@ class AutoBudget:
         self._trying: Running | None = None
         self._spent = self._row_price = self._rate = 0.0
         self._pays: dict[int, bool] = {}
+        self._prompts = self._outputs = 100.0
         self._news: list[tuple[Belief, list[float]]] = []
         self._situation: tuple[dict[int, Belief], dict[int, int], int] = ({}, {}, 0)
         self._until = self._unfollowed = 0
@@ -248,8 +253,12 @@ class AutoBudget:
             self._ask()
         if load not in self._pays:
             means, rooms = self._expected.means(), dict.fromkeys(range(load), self._max_tokens)
-            lengths, _ = self._best_lengths(dict.fromkeys(rooms, means), rooms, load, 0)
-            self._pays[load] = bool(lengths)
+            lengths, rate = self._best_lengths(dict.fromkeys(rooms, means), rooms, load, 0)
+            tau = load + sum(sum(means[:length]) for length in lengths.values())
+            observe = self._costs.observe
+            following = observe(load) / tau + observe.prompt_token * self._prompts / self._outputs
+            gain = (self._verify(load) / load) / (1 / rate + following)
+            self._pays[load] = bool(lengths) and gain > WORTH_FOLLOWING
         self._unfollowed = 0 if self._pays[load] or self._unfollowed >= PROBES else self._unfollowed + 1
         return not self._unfollowed
 
@@ -331,6 +340,8 @@ class AutoBudget:
 
     def forget(self, sequence: Running) -> None:
         self._beliefs.pop(sequence, None)
+        self._prompts += RECENT * (sequence.prompt_length - sequence.reused - self._prompts)
+        self._outputs += RECENT * (max(1, sequence.num_output) - self._outputs)
 
     def _belief(self, sequence: Running) -> Belief:
         if sequence not in self._beliefs:

@@ -27,6 +27,7 @@ REPEATS = 9
 SECONDS = 1.0
 """After half of this, a group of sizes is timed no more, but every one at least once. Sizes beyond the rows of one
 sequence get as long again, one after the other; those that have not come by then are extrapolated."""
+OBSERVE_REPEATS = 5
 FEW_REPEATS = 2
 """For them: they take longer, and so differ less."""
 
@@ -92,6 +93,20 @@ class DraftCost:
         return DraftCost(self.fixed * factor, self.token * factor, self.fixed_more * factor, self.token_more * factor)
 
 
+@dataclass(frozen=True)
+class ObserveCost:
+    """Seconds in which the drafter takes in what was committed: for each token of a prompt, and for a round with one
+    sequence and with each further one."""
+
+    prompt_token: float = 0.0
+    round: float = 0.0
+    round_more: float = 0.0
+
+    def __call__(self, sequences: int) -> float:
+        """Of a round."""
+        return self.round + (sequences - 1) * self.round_more
+
+
 class Costs(Protocol):
     """What rounds cost; asked anew in every round."""
 
@@ -101,11 +116,15 @@ class Costs(Protocol):
     @property
     def draft(self) -> DraftCost: ...
 
+    @property
+    def observe(self) -> ObserveCost: ...
+
 
 @dataclass(frozen=True)
 class FixedCosts:
     verify: CostCurve
     draft: DraftCost
+    observe: ObserveCost = ObserveCost()
 
 
 NOISE = 0.02
@@ -139,11 +158,12 @@ class LiveCosts:
 
     A pass has a factor for all numbers of rows and one for each measured number, shared by the numbers in between;
     drafting has one. All are followed by a Kalman filter on logarithms. ``verify`` and ``draft`` are new objects
-    after every ``EVERY`` passes.
+    after every ``EVERY`` passes. ``observe`` stays as measured.
     """
 
     def __init__(self, measured: FixedCosts) -> None:
         self.verify, self.draft = self._passing, self._drafting = measured.verify, measured.draft
+        self.observe = measured.observe
         self._all, self._own = Factor(*FREE), [Factor(*TIED) for _ in measured.verify.rows]
         self._draft = Factor(*FREE)
         self._passes: list[tuple[int, float]] = []
@@ -226,7 +246,30 @@ def measure(
     taps = target.forward(batch, cache, drafter.taps).taps
     for slot in range(slots):
         cache.commit(slot, context)
-    drafter.observe(batch, taps, [context] * slots)
+
+    def observe(sequences: int) -> tuple[float, float]:
+        """Seconds of the contexts and of a round, in which each sequence keeps one of two rows."""
+        rows = flat_batch([[0, 0]] * sequences, [context] * sequences, range(sequences), device=target.device)
+        found = []
+        for _ in range(OBSERVE_REPEATS):
+            for slot in range(slots):
+                drafter.release(slot)
+            begin = perf_counter()
+            drafter.observe(batch, taps, [context] * slots)
+            middle = perf_counter()
+            tapped = target.forward(rows, cache, drafter.taps).taps
+            end = perf_counter()
+            drafter.observe(rows, tapped, [1] * sequences)
+            found.append((middle - begin, perf_counter() - end))
+        contexts, rounds = zip(*found, strict=True)
+        for slot in range(slots):
+            drafter.release(slot)
+        drafter.observe(batch, taps, [context] * slots)
+        return median(contexts), median(rounds)
+
+    prompt, alone = observe(1)
+    more = max(0.0, observe(slots)[1] - alone) / (slots - 1) if slots > 1 else 0.0
+    observing = ObserveCost(prompt / (slots * context), alone, more)
 
     def verifying(rows: int) -> Callable[[], object]:
         sequences = min(slots, -(-rows // (max_tokens + 1)))
@@ -256,7 +299,7 @@ def measure(
     for slot in range(slots):
         cache.release(slot)
         drafter.release(slot)
-    costs = FixedCosts(CostCurve.through(measured), drafting)
+    costs = FixedCosts(CostCurve.through(measured), drafting, observing)
     _say(costs, perf_counter() - began, max_tokens)
     return costs
 

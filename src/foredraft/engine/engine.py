@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 
 import torch
@@ -27,6 +28,7 @@ from foredraft.models.batch import Batch, flat_batch
 from foredraft.models.cache import PagedCache
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.pages import PageTable
+from foredraft.ops import NATIVE, native
 from foredraft.ops.noise import NotFinite
 from foredraft.sampling_params import SamplingParams
 from foredraft.tokenizer import Tokenizer
@@ -71,6 +73,9 @@ class Engine:
         self._config = config
         self._target = target
         self._cache = target.new_cache()
+        self._threads: Callable[[], AbstractContextManager[None]] = (
+            native.alone if target.ops is NATIVE else nullcontext
+        )
         self._eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, target.config.vocab_size, eos_token_ids) if tokenizer else None
@@ -128,7 +133,7 @@ class Engine:
             return FixedBudget(num_speculative_tokens)
         most = self._drafter.max_tokens
         if costs is None:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._threads():
                 measured = measure(
                     self._target, self._cache, self._drafter, self.max_model_len, self._config.max_num_seqs, most
                 )
@@ -191,11 +196,16 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """One pass of the target. Returns the sequences that got new tokens."""
+        with self._threads():
+            return self._step()
+
+    def _step(self) -> list[Sequence]:
         work = self.scheduler.schedule()
         if not work:
             return []
         with self.timings.measure("draft"):
             proposals = self._propose(work)
+        followed = any(item.sequence.followed for item in work)
         with self.timings.measure("verify"):
             batch = flat_batch(
                 [item.tokens + list(draft.token_ids) for item, draft in zip(work, proposals, strict=True)],
@@ -204,14 +214,14 @@ class Engine:
                 _logit_counts(work, proposals),
                 self._target.device,
             )
-            output = self._target.forward(batch, self._cache, self._taps)
+            output = self._target.forward(batch, self._cache, self._taps if followed else ())
             verdicts = self._judge(work, proposals, output.logits)
         if self._live:
             self._live.verified(sum(batch.counts), self.timings.last["verify"])
         kept = [
             self._commit(item, draft, verdict) for item, draft, verdict in zip(work, proposals, verdicts, strict=True)
         ]
-        if self._drafter:
+        if self._drafter and followed:
             self._observe(work, batch, output.taps, kept)
         for item in work:
             if item.sequence.finished:

@@ -68,6 +68,18 @@ def threads(count: int) -> Iterator[None]:
         library().set_threads(before)
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keep PyTorch's operations to the calling thread for a while: on some tens of rows it wakes threads of its own,
+    which then wait for processors that the kernels' threads hold, for milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def embedding(token_ids: Tensor, table: NativeMatrix) -> Tensor:
     rows, columns = table.shape
     ids = token_ids.to(torch.int64).contiguous()
