@@ -213,7 +213,7 @@ def test_a_request_can_do_without_speculation(server: Running) -> None:
             "image_url",
         ),
         ({"audio": {"voice": "x"}}, 400, "audio", "audio is not supported"),
-        ({"temperature": -1}, 400, None, "temperature is -1.0"),
+        ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
         ({"temperature": "hot"}, 400, "temperature", "number"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"n": 10**6, "temperature": 1}, 400, None, "at most 208"),

@@ -200,8 +200,8 @@ WORTH_FOLLOWING = 1.03
 """How much faster it must be: what is expected is not certain, and rounds that draft take some time for deciding."""
 RECENT = 0.05
 """The share of the newest sequence in the mean lengths of prompts and answers."""
-PROBES = 32
-"""Sequences that are not followed for one that is, where drafting does not pay."""
+PROBES = 8
+"""Where drafting does not pay: times the load, sequences that are not followed for one that is."""
 TRYING = 0.015
 """The share of the time that such tries may take."""
 
@@ -259,7 +259,7 @@ class AutoBudget:
             following = observe(load) / tau + observe.prompt_token * self._prompts / self._outputs
             gain = (self._verify(load) / load) / (1 / rate + following)
             self._pays[load] = bool(lengths) and gain > WORTH_FOLLOWING
-        self._unfollowed = 0 if self._pays[load] or self._unfollowed >= PROBES else self._unfollowed + 1
+        self._unfollowed = 0 if self._pays[load] or self._unfollowed >= PROBES * load else self._unfollowed + 1
         return not self._unfollowed
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:

@@ -12,7 +12,7 @@ from time import perf_counter, time
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,6 +43,37 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
+}
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "integer"},
+            },
+        }
+    },
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+    for status, text in {
+        400: "The request is not valid, or asks for what is not supported",
+        401: "The API key is missing or wrong",
+        404: "There is no such model",
+        405: "The path has no such method",
+        408: "The body did not come in time",
+        413: "The body is too large",
+        422: "The request is not valid",
+        429: "The queue is full; Retry-After says when to come again",
+        500: "The request failed through no fault of its own",
+        504: "The deadline has passed",
+    }.items()
 }
 OPEN_PATHS = frozenset({"/", "/health", "/version", *(f"/page/{name}" for name in PAGE)})
 """What needs no API key: the page asks for one."""
@@ -95,6 +126,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
+        responses=ERRORS,
     )
     app.add_middleware(Guard, config=config)
     for kind in (UserError, Overloaded, EngineFailure, RequestTimeout, HTTPException):
@@ -301,7 +333,7 @@ def _add_routes(app: FastAPI, service: _Service) -> None:
             raise Unsupported(f"tokens must be ids from 0 to {size - 1}", "tokens")
         return {"prompt": llm.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response, responses={503: {"description": "The engine has stopped"}})
     async def health() -> Response:
         return Response(status_code=200 if service.runner.alive else 503)
 
@@ -309,7 +341,7 @@ def _add_routes(app: FastAPI, service: _Service) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text = await asyncio.to_thread(service.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -333,8 +365,9 @@ def _documented(kind: type[Any]) -> dict[str, Any]:
     body = json.loads(json.dumps(schema))
     return {
         "openapi_extra": {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(body, definitions)}}}
-        }
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(body, definitions)}}},
+        },
+        "responses": {200: {"content": {"text/event-stream": {}}}},
     }
 
 
