@@ -2,8 +2,10 @@
 
 import logging
 import os
+import signal
 import socket
 import time
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 import typer
@@ -15,6 +17,7 @@ from foredraft.config import EngineConfig
 from foredraft.errors import UserError
 from foredraft.llm import LLM
 from foredraft.models.loading import EMBEDDED, load_target
+from foredraft.ops import NATIVE
 from foredraft.server import memory
 from foredraft.server.answers import Detail
 from foredraft.server.app import ServerConfig, create_app
@@ -90,13 +93,12 @@ def serve(
         raise UserError(f"--log-format is {log_format!r}, expected json or text")
     if method is None and speculative_config is None and model == EMBEDDED:
         method = "dflash"
-    if method not in (None, "none") and num_speculative_tokens is None:
-        num_speculative_tokens = "auto"
     log_to_stderr(as_json=log_format == "json")
     body_bytes = memory.size("--max-body", max_body)
-    native = dtype == "bfloat16" and device == "cpu" and kernels != "pytorch"
-    if kv_cache_memory is not None and not native:
-        raise UserError("--kv-cache-memory needs the native kernels (bfloat16 on the CPU); leave it out")
+    speculation = options.speculation(method, drafter, num_speculative_tokens, speculative_config)
+    if speculation and speculation.num_speculative_tokens is None:
+        speculation = replace(speculation, num_speculative_tokens="auto")
+    listener = _listen(host, port)
     began = time.perf_counter()
     target = load_target(
         model,
@@ -105,17 +107,19 @@ def serve(
         quantization=options.quantization(quantization),
         kernels=options.kernels(kernels),
     )
+    paged = target.model.ops is NATIVE
+    if kv_cache_memory is not None and not paged:
+        raise UserError("--kv-cache-memory needs the native kernels (bfloat16 on the CPU); leave it out")
     limits = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         prefill_beside_decode=prefill_beside_decode,
-        kv_cache_memory_bytes=memory.kv_bytes(kv_cache_memory) if native else None,
+        kv_cache_memory_bytes=memory.kv_bytes(kv_cache_memory) if paged else None,
         enable_prefix_caching=prefix_caching,
         drafter_errors="continue",
         seed=seed,
     )
-    speculation = options.speculation(method, drafter, num_speculative_tokens, speculative_config)
     llm = LLM(target, speculation, engine_config=limits)
     config = ServerConfig(
         model_name=served_model_name or model,
@@ -126,9 +130,11 @@ def serve(
         deadline_seconds=deadline,
     )
     app = create_app(llm, config)
-    listener = _listen(host, port)
     where = f"http://{host}:{listener.getsockname()[1]}"
     LOG.info("serving", extra={"fields": start_line(llm, config, where, time.perf_counter() - began)})
+    # uvicorn stops at these signals, and raises them again when it is done: by then they have had their effect.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     uvicorn.Server(
         uvicorn.Config(
             app,
