@@ -248,7 +248,8 @@ def measure(
         cache.commit(slot, context)
 
     def observe(sequences: int) -> tuple[float, float]:
-        """Seconds of the contexts and of a round, in which each sequence keeps one of two rows."""
+        """Seconds of the contexts, with a first proposal, where some of the work may be done, and of a round, in which
+        each sequence keeps one of two rows."""
         rows = flat_batch([[0, 0]] * sequences, [context] * sequences, range(sequences), device=target.device)
         found = []
         for _ in range(OBSERVE_REPEATS):
@@ -256,6 +257,7 @@ def measure(
                 drafter.release(slot)
             begin = perf_counter()
             drafter.observe(batch, taps, [context] * slots)
+            drafter.propose([DraftRequest(slot, 0, context) for slot in range(slots)], 1)
             middle = perf_counter()
             tapped = target.forward(rows, cache, drafter.taps).taps
             end = perf_counter()
