@@ -311,11 +311,11 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
 
 
 def slow_down(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of at least 5 ms, so that a request takes a second."""
+    """Passes of at least 20 ms, so that a request takes some seconds."""
     forward = llm.target.model.forward
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.005)
+        time.sleep(0.02)
         return forward(*arguments)
 
     monkeypatch.setattr(llm.target.model, "forward", slow)
@@ -334,7 +334,7 @@ def test_a_client_that_leaves(stream: bool, monkeypatch: pytest.MonkeyPatch) -> 
                     next(response.iter_lines())
             else:
                 with pytest.raises(httpx.ReadTimeout):
-                    leaving.post("/v1/chat/completions", json=body, timeout=0.15)
+                    leaving.post("/v1/chat/completions", json=body, timeout=1.0)
         wait_until(lambda: running.metric("vllm:num_requests_running") == 0)
         wait_until(lambda: running.metric("vllm:request_success_total", finished_reason="abort") == 4)
         assert chat(running, "ab", max_tokens=2).status_code == 200
