@@ -16,10 +16,12 @@ from tiny import CONFIG, TOKENS, tiny_model, tiny_tokenizer
 
 from foredraft.config import EngineConfig
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
-from foredraft.llm import LLM
+from foredraft.llm import LLM, Progress
 from foredraft.models.config import RopeConfig
 from foredraft.models.loading import Target
 from foredraft.sampling_params import SamplingParams
+from foredraft.server.answers import Answer
+from foredraft.server.runner import Job, _Follower
 
 LONG = replace(CONFIG, max_position_embeddings=256, rope=RopeConfig(theta=1000.0))
 LETTERS = "abcdefghijklmnop"
@@ -338,6 +340,47 @@ def test_a_client_that_leaves(stream: bool, monkeypatch: pytest.MonkeyPatch) -> 
         wait_until(lambda: running.metric("vllm:num_requests_running") == 0)
         wait_until(lambda: running.metric("vllm:request_success_total", finished_reason="abort") == 4)
         assert chat(running, "ab", max_tokens=2).status_code == 200
+
+
+def test_a_client_that_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its stream has begun."""
+    llm = speculating(max_num_seqs=1)
+    slow_down(llm, monkeypatch)
+    with serving(llm) as running, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(chat, running, "ab", max_tokens=200, ignore_eos=True)
+        wait_until(lambda: running.metric("vllm:num_requests_running") == 1)
+        body = {"messages": [{"role": "user", "content": "ab"}], "stream": True}
+        with httpx.Client(base_url=running.url) as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post("/v1/chat/completions", json=body, timeout=0.7)
+        wait_until(lambda: running.metric("vllm:num_requests_waiting") == 0)
+        assert running.metric("vllm:num_requests_running") == 1
+        assert first.result().status_code == 200
+
+
+def test_the_end_is_told_once_and_last(offline: LLM) -> None:
+    """Updates that are read when the engine's thread has long finished the sequence."""
+    sequence = offline.engine.add(tiny_tokenizer().encode("abc"), SamplingParams(max_tokens=6, ignore_eos=True))[0]
+    follower = _Follower(Job([]), 0, Progress(0, 0, sequence))
+    updates = []
+    while not sequence.finished:
+        offline.engine.step()
+        updates.append(follower.update())
+    answer = Answer(
+        chat=True,
+        model="tiny",
+        tokenizer=tiny_tokenizer(),
+        prompts=[[1]],
+        n=1,
+        logprobs=None,
+        detail="none",
+        most_drafts=0,
+        trace=False,
+    )
+    told = []
+    for update in updates:
+        assert update is not None
+        told.append((answer.take(update)["finish_reason"], answer.usage()["completion_tokens"]))
+    assert told == [*((None, count) for count in range(1, 6)), ("length", 6)]
 
 
 def test_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,9 @@ class Paged(Unlimited):
             cache.commit(slot, begin)
         if self._drafter and sequence.followed and begin:
             self._drafter.adopt(slot, sequence.tokens[:begin])
-        sequence.computed = sequence.reused = begin
+        sequence.computed = begin
+        if not sequence.admitted_at:
+            sequence.reused = begin
         sequence.described = known
         self.queries += len(sequence.tokens)
         self.hits += begin

@@ -76,7 +76,7 @@ class Sequence:
     finished_at: by ``perf_counter``.
 
     For ``Memory``: contents: hashes of full pages of its tokens. described: pages known to others. reused: positions
-    that were not computed when it was admitted last.
+    that need not be computed when it was first admitted.
     """
 
     def __init__(

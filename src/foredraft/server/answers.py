@@ -20,7 +20,8 @@ Detail = Literal["none", "summary", "detailed"]
 class Choice:
     """One sequence of a request. number: the index of the choice.
 
-    text: what it has said so far, without tool calls. offset: characters of it that a stream has been given.
+    text: what it has said so far, without tool calls. tokens: how many have been told of. finished: whether the end has
+    been told of; the sequence itself may be further, since the engine's thread does not wait.
     """
 
     number: int
@@ -30,11 +31,13 @@ class Choice:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     sequence: Running | None = None
+    tokens: int = 0
+    finished: bool = False
     parser: ToolCallParser | None = None
 
     @property
     def finish_reason(self) -> str | None:
-        if self.sequence is None or not self.sequence.finished:
+        if self.sequence is None or not self.finished:
             return None
         if self.tool_calls and self.sequence.finish_reason == "stop":
             return "tool_calls"
@@ -90,7 +93,8 @@ class Answer:
         first = not choice.text and choice.sequence is None
         begin = len(choice.prompt_text) + len(choice.text)
         choice.text += said
-        choice.sequence = sequence
+        choice.sequence, choice.finished = sequence, update.finished
+        choice.tokens += len(update.new.token_ids)
         _add_calls(choice.tool_calls, calls)
         told = None
         if self.logprobs is not None:
@@ -134,9 +138,8 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, however many sequences it has."""
-        sequences = [choice.sequence for choice in self.choices if choice.sequence is not None]
         prompt = sum(map(len, self.prompts))
-        completion = sum(sequence.num_output for sequence in sequences)
+        completion = sum(choice.tokens for choice in self.choices)
         first = {choice.prompt: choice.sequence for choice in reversed(self.choices) if choice.sequence is not None}
         cached = sum(min(sequence.reused, sequence.prompt_length) for sequence in first.values())
         return {

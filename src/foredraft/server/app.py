@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -220,28 +220,30 @@ class _Service:
         seconds = min(request.deadline_seconds or self.config.deadline_seconds, self.config.deadline_seconds)
         updates = _within(self.runner.run(submissions), begin + seconds)
         log = _RequestLog(answer.id, http, request, begin)
-        if request.stream:
-            # Nothing is sent before the engine has taken the request, so that what it refuses has its status.
-            first = await anext(updates)
-            return StreamingResponse(
-                self._stream(request, answer, first, updates, log), media_type="text/event-stream", headers=STREAMING
-            )
+        first: list[Update] = []
+        # A stream begins once the engine has taken the request, so that what it refuses has its status.
+        work = _first(first, updates) if request.stream else _collect(answer, updates)
         try:
-            done = await _unless_disconnected(http, _collect(answer, updates))
+            if not await _unless_disconnected(http, work):
+                raise ClientGone("the client has gone")
         except BaseException as error:
+            await updates.aclose()
             log.ended(answer, error)
+            if isinstance(error, ClientGone):
+                return Response(status_code=CLIENT_GONE)
             raise
-        finally:
-            await updates.aclose()  # type: ignore[attr-defined]
-        log.ended(answer, None if done else ClientGone("the client has gone"))
-        return JSONResponse(answer.whole()) if done else Response(status_code=CLIENT_GONE)
+        if request.stream:
+            stream = self._stream(request, answer, first[0], updates, log)
+            return StreamingResponse(stream, media_type="text/event-stream", headers=STREAMING)
+        log.ended(answer)
+        return JSONResponse(answer.whole())
 
     async def _stream(
         self,
         request: ChatRequest | CompletionRequest,
         answer: Answer,
         first: Update,
-        updates: AsyncIterator[Update],
+        updates: AsyncGenerator[Update],
         log: "_RequestLog",
     ) -> AsyncIterator[bytes]:
         every = request.stream_options is not None and request.stream_options.continuous_usage_stats
@@ -262,11 +264,11 @@ class _Service:
             failure = error
             yield _event(_error_body(error)[1])
             yield b"data: [DONE]\n\n"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             failure = ClientGone("the client has gone")
             raise
         finally:
-            await updates.aclose()  # type: ignore[attr-defined]
+            await updates.aclose()
             log.ended(answer, failure)
 
 
@@ -381,12 +383,16 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
+async def _first(found: list[Update], updates: AsyncIterator[Update]) -> None:
+    found.append(await anext(updates))
+
+
 async def _collect(answer: Answer, updates: AsyncIterator[Update]) -> None:
     async for update in updates:
         answer.take(update)
 
 
-async def _within(updates: AsyncIterator[Update], deadline: float) -> AsyncIterator[Update]:
+async def _within(updates: AsyncGenerator[Update], deadline: float) -> AsyncGenerator[Update]:
     """The same updates, until a point in time (``perf_counter``)."""
     try:
         while True:
@@ -398,7 +404,7 @@ async def _within(updates: AsyncIterator[Update], deadline: float) -> AsyncItera
                 raise RequestTimeout("the request's deadline has passed") from error
             yield update
     finally:
-        await updates.aclose()  # type: ignore[attr-defined]
+        await updates.aclose()
 
 
 async def _unless_disconnected(http: Request, work: Awaitable[None]) -> bool:

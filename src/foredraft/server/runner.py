@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -114,11 +114,6 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def active(self) -> int:
-        """Sequences that were accepted and have not finished."""
-        return self._active
-
-    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -146,7 +141,7 @@ class Runner:
             self._metrics.refused.inc()
             raise Overloaded(min(60, max(1, math.ceil(waiting * self._pace / self._max_num_seqs))))
 
-    async def run(self, submissions: Sequence[Submission]) -> AsyncIterator[Update]:
+    async def run(self, submissions: Sequence[Submission]) -> AsyncGenerator[Update]:
         """The updates of all sequences, as they come; leaving the iterator cancels what has not finished.
 
         Raises Overloaded, UserError for a prompt or parameters that do not fit, EngineFailure.
