@@ -6,10 +6,9 @@ import signal
 import socket
 import time
 from dataclasses import replace
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-import uvicorn
 
 from foredraft import __version__
 from foredraft.cli import options
@@ -19,9 +18,10 @@ from foredraft.llm import LLM
 from foredraft.models.loading import EMBEDDED, load_target
 from foredraft.ops import NATIVE
 from foredraft.server import memory
-from foredraft.server.answers import Detail
-from foredraft.server.app import ServerConfig, create_app
 from foredraft.server.logs import log_to_stderr
+
+if TYPE_CHECKING:
+    from foredraft.server.app import ServerConfig
 
 LOG = logging.getLogger("foredraft.server")
 PREFILL_BESIDE_DECODE = 128
@@ -84,6 +84,12 @@ def serve(
 
       foredraft serve smollm2-135m --method eagle3 -N auto --quantization mxfp4 --port 8001
     """
+    # Here, so that the other commands do not wait a third of a second for them.
+    import uvicorn
+
+    from foredraft.server.answers import Detail
+    from foredraft.server.app import ServerConfig, create_app
+
     if per_request_spec_decode_metrics not in get_args(Detail):
         raise UserError(
             f"--per-request-spec-decode-metrics is {per_request_spec_decode_metrics!r}, "
@@ -151,7 +157,7 @@ def serve(
     ).run(sockets=[listener])
 
 
-def start_line(llm: LLM, config: ServerConfig, where: str, seconds: float) -> dict[str, Any]:
+def start_line(llm: LLM, config: "ServerConfig", where: str, seconds: float) -> dict[str, Any]:
     """What was loaded, what rounds cost, and where the memory goes."""
     costs, speculation = llm.engine.costs, llm.speculation
     found: dict[str, Any] = {
