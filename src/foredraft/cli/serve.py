@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("foredraft.server")
 PREFILL_BESIDE_DECODE = 128
+BACKLOG = 2048
+"""Connections that may wait to be accepted, as many as uvicorn lets."""
 
 
 def serve(
@@ -136,6 +138,8 @@ def serve(
         deadline_seconds=deadline,
     )
     app = create_app(llm, config)
+    # From here on who connects is served: the line must not come before that is true.
+    listener.listen(BACKLOG)
     where = f"http://{host}:{listener.getsockname()[1]}"
     LOG.info("serving", extra={"fields": start_line(llm, config, where, time.perf_counter() - began)})
     # uvicorn stops at these signals, and raises them again when it is done: by then they have had their effect.
