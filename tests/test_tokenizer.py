@@ -257,6 +257,25 @@ def test_token_text(smollm2: Tokenizer) -> None:
     assert len(texts) > 4 and set("".join(texts[2:])) == {" ", "\ufffd"}
 
 
+def test_the_bytes_of_tokens(smollm2: Tokenizer) -> None:
+    for text in ('{"name": "Zürich", "n": 12}\n', "naïve 🙂 日本語 🦫", "  def f(x):\n\treturn x", "<|im_end|>"):
+        ids = smollm2.encode(text, add_special_tokens=False)
+        assert b"".join(smollm2.token_bytes(token) or b"" for token in ids) == text.encode()
+    assert smollm2.token_bytes(smollm2.vocab_size) == b""
+
+
+def test_the_bytes_of_byte_fallback_tokens() -> None:
+    vocabulary = {"<unk>": 0, "<s>": 1, "\u2581the": 2, "a": 3, "<0xF0>": 4, "<0x9F>": 5}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(["<s>"])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=[], chat_template=None)
+    written = [tokenizer.token_bytes(token) for token in range(1, 6)]
+    assert written == [b"<s>", b" the", b"a", b"\xf0", b"\x9f"]
+
+
 def test_a_lone_surrogate_is_a_user_error(smollm2: Tokenizer) -> None:
     with pytest.raises(UserError, match="surrogate"):
         smollm2.encode("half \ud83d emoji")

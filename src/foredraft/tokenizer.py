@@ -187,6 +187,25 @@ class Tokenizer:
         before = self.decode(self._anchor, skip_special_tokens=False)
         return self.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token writes in the middle of a text, special tokens included; nothing for ids outside the
+        vocabulary, and None for a part of a character whose bytes the tokenizer does not tell."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return token.encode()
+        if isinstance(self._backend.decoder, decoders.ByteLevel):
+            return _spelt_bytes(token)
+        if _BYTE_FALLBACK.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        text = self.token_text(token_id)
+        return None if "\ufffd" in text else text.encode()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
     @cached_property
     def _anchor(self) -> list[int]:
         # Decoders of the SentencePiece kind strip the space of the first token only.
@@ -279,12 +298,7 @@ class _ByteLevelStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int, token: str) -> str:
-        alphabet = _byte_alphabet()
-        try:
-            data = bytes(alphabet[character] for character in token)
-        except KeyError:  # an added token, spelled as plain text
-            data = token.encode()
-        return self._decoder.decode(data)
+        return self._decoder.decode(_spelt_bytes(token))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -317,6 +331,14 @@ class _WindowStream:
 
 
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def _spelt_bytes(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    try:
+        return bytes(alphabet[character] for character in token)
+    except KeyError:  # an added token, spelled as plain text
+        return token.encode()
 
 
 @cache

@@ -242,3 +242,28 @@ def test_sequences_that_leave_are_forgotten() -> None:
     for text in texts:
         budget.forget(text)  # type: ignore[arg-type]
     assert not budget._beliefs
+
+
+def test_following_counts_the_prompts_that_run_beside() -> None:
+    """With 8 sequences a pass with drafts pays; but not where prompts run beside it most of the time."""
+    curve = CostCurve((1, 16, 32, 256), (1.0, 1.1, 2.0, 30.0))
+    cheap = FixedCosts(curve, DraftCost(0.1, 0.01))
+    budget = AutoBudget(cheap, 4, look_ahead=True)
+    assert budget.follows(1) and budget.follows(8)
+    told = SimpleNamespace(prompt_length=240, reused=0, num_output=16)
+    for _ in range(200):
+        budget.forget(told)  # type: ignore[arg-type]
+    budget._take_in()
+    assert budget.follows(1) and not budget.follows(8)
+    told.reused = 240
+    for _ in range(200):
+        budget.forget(told)  # type: ignore[arg-type]
+    budget._take_in()
+    assert budget.follows(8)
+
+
+def test_what_every_round_costs_besides_makes_longer_drafts_pay() -> None:
+    cost = FixedCosts(CostCurve((1, 2), (1.3, 1.6)), DraftCost(0.0, 0.0))
+    budget, survivals = AutoBudget(cost, 4, look_ahead=True), {0: [0.9, 0.5, 0.2, 0.1]}
+    lengths = [budget._best_lengths(survivals, {0: 4}, 1, 0, besides)[0][0] for besides in (0.0, 5.0)]
+    assert lengths == [2, 3]

@@ -106,6 +106,15 @@ def test_one_size_that_is_dearer_than_measured() -> None:
     assert costs.verify(8) >= costs.verify(4)
 
 
+def test_the_rest_of_rounds_is_followed_by_sequence() -> None:
+    live = LiveCosts(FixedCosts(CostCurve((1, 8), (1.0, 2.0)), DraftCost(0.1, 0.01)))
+    live.rested(4, 0.4)
+    assert live.rest == pytest.approx(0.1)
+    for _ in range(300):
+        live.rested(2, 0.4)
+    assert live.rest == pytest.approx(0.2, rel=0.01)
+
+
 def test_a_pass_larger_than_any_measured_becomes_a_point() -> None:
     costs = live()
     costs.verified(100, 20.0)

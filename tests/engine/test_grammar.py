@@ -32,7 +32,6 @@ from foredraft.engine.sampler import History, is_plain_greedy, process_logits, s
 from foredraft.engine.sequence import Sequence as Running
 from foredraft.models.cache import PagedCache
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.gguf import GGUFFile
 from foredraft.models.loading import EMBEDDED, Target
 from foredraft.ops import NATIVE, native
 from foredraft.ops.noise import NotFinite
@@ -648,10 +647,3 @@ def test_the_embedded_model_with_its_drafter() -> None:
         if config:
             assert sum(sum(output.acceptance.kept) for output in outputs) > 0
     assert answers[0] == answers[1] == answers[2]
-
-
-def test_every_token_of_the_embedded_model_writes_its_bytes() -> None:
-    tokenizer = Tokenizer.from_gguf(GGUFFile(smollm2_file()).metadata)
-    spelled = grammar._token_bytes(tokenizer, tokenizer.vocab_size)
-    for text in ('{"name": "Zürich", "n": 12}\n', "naïve 🙂 日本語", "  def f(x):\n\treturn x"):
-        assert b"".join(spelled[token] for token in tokenizer.encode(text, add_special_tokens=False)) == text.encode()

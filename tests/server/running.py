@@ -13,6 +13,7 @@ import uvicorn
 
 from foredraft.llm import LLM
 from foredraft.server.app import ServerConfig, create_app
+from foredraft.server.connection import Connection
 
 
 @dataclass
@@ -32,10 +33,12 @@ class Running:
 
 
 @contextmanager
-def serving(llm: LLM, **settings: Any) -> Iterator[Running]:
+def serving(llm: LLM, http: type[Connection] = Connection, **settings: Any) -> Iterator[Running]:
     listener = socket.create_server(("127.0.0.1", 0))
+    # Little is buffered, so that a client that does not read is noticed.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     app = create_app(llm, ServerConfig("tiny", **settings))
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", http="h11", ws="none")
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", http=http, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -2,10 +2,12 @@
 
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from foredraft.models.config import RopeConfig
 from foredraft.models.loading import Target
 from foredraft.sampling_params import SamplingParams
 from foredraft.server.answers import Answer
+from foredraft.server.connection import Connection
 from foredraft.server.runner import Job, _Follower
 
 LONG = replace(CONFIG, max_position_embeddings=256, rope=RopeConfig(theta=1000.0))
@@ -184,7 +187,7 @@ def test_logprobs_of_chats(server: Running, offline: LLM) -> None:
         # The PyTorch path rounds by the size of its batches.
         assert found["logprob"] == pytest.approx(entry.logprob) == part["logprob"]
         assert [top["logprob"] for top in found["top_logprobs"]] == pytest.approx([value for _, value in entry.top])
-        assert bytes(found["bytes"]).decode() == found["token"]
+        assert bytes(found["bytes"]).decode(errors="replace") == found["token"]
 
 
 def test_a_request_can_do_without_speculation(server: Running) -> None:
@@ -284,6 +287,68 @@ def test_a_body_that_is_too_large_or_too_slow() -> None:
         response = running.client.post("/v1/chat/completions", content=chunks(0.1))
         assert response.status_code == 408
         assert chat(running, "ab", max_tokens=2).status_code == 200
+
+
+def test_a_client_that_sends_too_much_reads_why() -> None:
+    """One that reads only after it has sent everything."""
+    with serving(speculating(), body_bytes=2**20) as running, connected(running) as client:
+        body = b" " * (5 * 2**20)
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body))
+        client.sendall(body)
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+class Impatient(Connection):
+    head_seconds = 0.5
+    send_seconds = 0.5
+
+
+@contextmanager
+def connected(running: Running) -> Iterator[socket.socket]:
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
+        yield client
+
+
+def received(client: socket.socket) -> bytes:
+    """Until the server closes the connection."""
+    found = b""
+    try:
+        while part := client.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_clients_that_do_not_send_the_head_of_a_request() -> None:
+    with ExitStack() as stack:
+        running = stack.enter_context(serving(speculating(), Impatient))
+        silent, slow, again = (stack.enter_context(connected(running)) for _ in range(3))
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost:")
+        again.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert again.recv(4096).startswith(b"HTTP/1.1 200 ")
+        # Between requests it may take longer.
+        time.sleep(0.8)
+        again.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert again.recv(4096).startswith(b"HTTP/1.1 200 ")
+        again.sendall(b"GET /hea")
+        assert received(silent) == received(slow) == received(again) == b""
+
+
+def test_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(speculating(max_num_seqs=4), Impatient) as running, connected(running) as client:
+        settings = {"max_tokens": 240, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 16, "n": 4}
+        body = json.dumps({"messages": [{"role": "user", "content": "ab"}], **settings}).encode()
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body))
+        client.sendall(body)
+        time.sleep(2.0)
+        found = received(client)
+        assert found.startswith(b"HTTP/1.1 200 ") and b"[DONE]" not in found
+        assert chat(running, "ab", max_tokens=2).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_api_keys() -> None:

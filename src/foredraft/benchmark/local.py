@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from random import Random
 from time import perf_counter
 
 from foredraft.benchmark.results import Answer, Condition, Measurement, PhaseTimes, Run, summarize
@@ -171,13 +172,13 @@ def interleaved(
 ) -> Iterator[tuple[range, list[int]]]:
     """Groups of conversations, each with the order in which the engines take it.
 
-    A group is small, and the order rotates from one to the next, so that a machine that slows down or speeds up
-    does so for all alike.
+    A group is small, one conversation where they come one by one, and the order is another for each, so that a machine
+    that slows down or speeds up does so for all alike.
     """
-    size = 4 * concurrency
+    size = 1 if concurrency == 1 else 4 * concurrency
     for begin in range(0, num_conversations, size):
-        turn = next(groups) % num_engines
-        order = [*range(turn, num_engines), *range(turn)]
+        order = list(range(num_engines))
+        Random(next(groups)).shuffle(order)
         yield range(begin, min(begin + size, num_conversations)), order
 
 

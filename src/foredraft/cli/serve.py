@@ -91,6 +91,7 @@ def serve(
 
     from foredraft.server.answers import Detail
     from foredraft.server.app import ServerConfig, create_app
+    from foredraft.server.connection import Connection
 
     if per_request_spec_decode_metrics not in get_args(Detail):
         raise UserError(
@@ -154,7 +155,7 @@ def serve(
             timeout_keep_alive=30,
             timeout_graceful_shutdown=drain,
             h11_max_incomplete_event_size=64 * 1024,
-            http="h11",
+            http=Connection,
             ws="none",
             server_header=False,
         )

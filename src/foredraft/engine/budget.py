@@ -6,7 +6,7 @@ survivals in expectation.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -103,7 +103,11 @@ class FixedBudget:
         return self._tokens > 0
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
-        return _rooms(work, self._tokens)
+        rooms = {}
+        for index, item in enumerate(work):
+            if item.sequence.decoding and (room := draft_room(item.sequence, self._tokens)):
+                rooms[index] = room
+        return rooms
 
     def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
         return list(proposals)
@@ -189,7 +193,7 @@ FIRST_GUESS = 0.8
 TRUSTED, SHRINKAGE, FORGETTING = 20, 3, 0.99
 """Rounds of a sequence that count at most, those that the average of all counts for, and what is left of its own
 after a round in which it does not draft."""
-HOLDS = 4
+HOLDS = 8
 """Rounds for which a decision about drafting holds while the same sequences go on: it changes slowly, and takes a share
 of a small model's pass."""
 NEGLIGIBLE = 0.01
@@ -198,6 +202,9 @@ PATIENCE = 16
 """The fewest rounds between two tries to draft where that does not seem to pay."""
 WORTH_FOLLOWING = 1.03
 """How much faster it must be: what is expected is not certain, and rounds that draft take some time for deciding."""
+USUAL = 0.002
+"""The least share of a round in the survivals by which that is decided: sequences differ, and the next one need not be
+like the last."""
 RECENT = 0.05
 """The share of the newest sequence in the mean lengths of prompts and answers."""
 PROBES = 8
@@ -214,25 +221,28 @@ class AutoBudget:
     seem to pay, which decode plainly, one tries again now and then.
 
     max_tokens: the most draft tokens of a round. look_ahead: see ``choose``; right unless the rule is ``rejection``.
+    prefill_rows: the most tokens of prompts in a pass that decodes, None where there is no limit.
     """
 
-    def __init__(self, costs: Costs, max_tokens: int, look_ahead: bool) -> None:
+    def __init__(self, costs: Costs, max_tokens: int, look_ahead: bool, prefill_rows: int | None = None) -> None:
         self.stop: Stop | None = None
         self._costs = costs
         self._max_tokens = max_tokens
         self._look_ahead = look_ahead
+        self._prefill_rows = prefill_rows
         self._shared = Offset(1.0, 0.005)
         self._positions = [Offset(0.3, 0.005) for _ in range(max_tokens)]
         self._expected = Expectation([FIRST_GUESS] * max_tokens, 0.02)
+        self._usual = Expectation([FIRST_GUESS] * max_tokens, USUAL)
         self._worth = Expectation([FIRST_GUESS] * max_tokens, 0.02)
         self._beliefs: dict[Running, Belief] = {}
         self._round = self._last_try = 0
         self._trying: Running | None = None
-        self._spent = self._row_price = self._rate = 0.0
+        self._spent = self._besides = self._row_price = self._rate = 0.0
         self._pays: dict[int, bool] = {}
         self._prompts = self._outputs = 100.0
         self._news: list[tuple[Belief, list[float]]] = []
-        self._situation: tuple[dict[int, Belief], dict[int, int], int] = ({}, {}, 0)
+        self._situation: tuple[dict[int, Belief], Set[int], int] = ({}, set(), 0)
         self._until = self._unfollowed = 0
         self._planned: dict[int, int] = {}
         self._asked_of: list[tuple[Belief, list[float], int]] = []
@@ -252,45 +262,58 @@ class AutoBudget:
         if self._costs.verify is not self._asked:
             self._ask()
         if load not in self._pays:
-            means, rooms = self._expected.means(), dict.fromkeys(range(load), self._max_tokens)
-            lengths, rate = self._best_lengths(dict.fromkeys(rooms, means), rooms, load, 0)
-            tau = load + sum(sum(means[:length]) for length in lengths.values())
-            observe = self._costs.observe
-            following = observe(load) / tau + observe.prompt_token * self._prompts / self._outputs
-            gain = (self._verify(load) / load) / (1 / rate + following)
-            self._pays[load] = bool(lengths) and gain > WORTH_FOLLOWING
+            self._pays[load] = self._gain(load) > WORTH_FOLLOWING
         self._unfollowed = 0 if self._pays[load] or self._unfollowed >= PROBES * load else self._unfollowed + 1
         return not self._unfollowed
+
+    def _gain(self, load: int) -> float:
+        """How much faster ``load`` sequences at once are with the drafter than without, from prompt to end: each runs
+        its prompt beside the others, which decode plainly meanwhile."""
+        rest, observe = load * self._costs.rest, self._costs.observe
+        means, rooms = self._usual.means(), dict.fromkeys(range(load), self._max_tokens)
+        lengths, rate = self._best_lengths(dict.fromkeys(rooms, means), rooms, load, 0, rest)
+        if not lengths:
+            return 0.0
+        passes = max(1.0, self._prompts / self._prefill_rows) if self._prefill_rows else 1.0
+        prefill = passes * load * (rest + self._verify(load - 1 + round(self._prompts / passes)))
+        left = max(0.0, self._outputs - passes * (load - 1))
+        tau = load + sum(sum(means[:length]) for length in lengths.values())
+        following = observe(load) / tau * left + observe.prompt_token * self._prompts
+        plain = prefill + left * (rest + self._verify(load))
+        return plain / (prefill + load * (left / rate + following))
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         self._round += 1
         self._trying = self.stop = None
-        rooms = _rooms(work, self._max_tokens)
-        beliefs = {}
-        others = 0
+        rooms, beliefs, others = {}, {}, 0
         for index, item in enumerate(work):
-            if item.sequence.decoding:
-                beliefs[index] = belief = self._belief(item.sequence)
+            sequence = item.sequence
+            if sequence.decoding:
+                beliefs[index] = belief = self._belief(sequence)
                 belief.confidences, belief.sent = (), 0
+                if room := draft_room(sequence, self._max_tokens):
+                    rooms[index] = room
             else:
                 others += item.count
-        situation = (beliefs, rooms, others)
+        situation = (beliefs, rooms.keys(), others)
         if self._round >= self._until or situation != self._situation:
             self._situation = situation
-            self._decide(work)
+            self._decide(work, beliefs, rooms, others)
         for index in self._planned:
             beliefs[index].drafted = self._round
         if self._planned:
             self.stop = self._stop()
-        return dict(self._planned)
+        return {index: min(rooms[index], length) for index, length in self._planned.items()}
 
-    def _decide(self, work: Sequence[Work]) -> None:
+    def _decide(
+        self, work: Sequence[Work], beliefs: Mapping[int, Belief], rooms: Mapping[int, int], others: int
+    ) -> None:
         if self._costs.verify is not self._asked:
             self._ask()
         self._take_in()
-        beliefs, rooms, others = self._situation
         able = {index: self._survivals(beliefs[index]) for index in rooms}
-        lengths, rate = self._best_lengths(able, rooms, len(beliefs), others)
+        self._besides = len(beliefs) * self._costs.rest + (self._costs.observe(len(rooms)) if rooms else 0.0)
+        lengths, rate = self._best_lengths(able, rooms, len(beliefs), others, self._besides)
         self._row_price = rate * self._slope(others + len(beliefs), sum(lengths.values()))
         longest = self._worth_drafting(len(lengths), max(lengths.values(), default=0), rate)
         planned = {index: min(rooms[index], longest) for index in lengths}
@@ -303,7 +326,7 @@ class AutoBudget:
         self._asked_of = [(beliefs[index], able[index], limit) for index, limit in planned.items()]
         if planned:
             # As a round like this usually does: what a deeper draft costs on top is no reason to verify more.
-            self._spent = self._draft(len(planned), max(lengths.values(), default=1))
+            self._spent = self._besides + self._draft(len(planned), max(lengths.values(), default=1))
 
     def trim(self, work: Sequence[Work], proposals: Sequence[Proposal]) -> list[Proposal]:
         decoding = [index for index, item in enumerate(work) if item.sequence.decoding]
@@ -313,10 +336,8 @@ class AutoBudget:
             draft = proposals[index]
             # Without confidences, what became of earlier tokens is all there is to go by.
             belief.confidences = draft.confidences or (FIRST_GUESS,) * len(draft.token_ids)
-            own, product = [], 1.0
-            for k, raw in enumerate(belief.confidences):
-                product *= self._corrected(belief, k, raw)
-                own.append(product)
+            corrected = [self._corrected(belief, k, raw) for k, raw in enumerate(belief.confidences)]
+            own = list(accumulate(corrected, mul))
             survivals.append(own)
             if own:
                 self._news.append((belief, own))
@@ -373,19 +394,21 @@ class AutoBudget:
                 belief.expected.ratios, belief.expected.deepest = list(self._expected.ratios), self._expected.deepest
             belief.expected.update(survivals)
             self._expected.update(survivals)
+            self._usual.update(survivals)
         self._news.clear()
         self._pays.clear()
 
     def _best_lengths(
-        self, able: Mapping[int, Sequence[float]], rooms: Mapping[int, int], decoding: int, others: int
+        self, able: Mapping[int, Sequence[float]], rooms: Mapping[int, int], decoding: int, others: int, besides: float
     ) -> tuple[dict[int, int], float]:
         """Draft lengths with the most tokens a second by mean survivals, drafting included, and those tokens a second;
-        only of sequences that draft, so none where plain decoding has more."""
+        only of sequences that draft, so none where plain decoding has more. besides: seconds of what every round does.
+        """
         if not decoding:
             return {}, 0.0
         verify, draft = self._verify, self._draft
         tau = float(decoding)
-        best = tau / verify(others + decoding)
+        best = tau / (besides + verify(others + decoding))
         indices = list(able)
         order = admissions(
             [[value for value in own[: rooms[index]] if value > NEGLIGIBLE] for index, own in able.items()]
@@ -397,7 +420,7 @@ class AutoBudget:
                 sequences += 1
             if j > longest:
                 longest = j
-            seconds = draft(sequences, longest) + verify(others + decoding + count)
+            seconds = besides + draft(sequences, longest) + verify(others + decoding + count)
             rate = tau / seconds
             if rate > best:
                 best, admitted = rate, count
@@ -463,11 +486,3 @@ class AutoBudget:
 def _affordable(draft: DraftCost, max_tokens: int) -> int:
     """As many tokens as cost at most half as much again as the first."""
     return min(max_tokens, int(1.5 + 0.5 * draft.fixed / draft.token)) if draft.token else max_tokens
-
-
-def _rooms(work: Sequence[Work], num_speculative_tokens: int) -> dict[int, int]:
-    rooms = {}
-    for index, item in enumerate(work):
-        if item.sequence.decoding and (room := draft_room(item.sequence, num_speculative_tokens)):
-            rooms[index] = room
-    return rooms

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import truediv
 from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
@@ -28,7 +29,7 @@ SECONDS = 1.0
 """After half of this, a group of sizes is timed no more, but every one at least once. Sizes beyond the rows of one
 sequence get as long again, one after the other; those that have not come by then are extrapolated."""
 OBSERVE_REPEATS = 5
-FEW_REPEATS = 2
+FEW_REPEATS = 3
 """For them: they take longer, and so differ less."""
 
 
@@ -119,12 +120,18 @@ class Costs(Protocol):
     @property
     def observe(self) -> ObserveCost: ...
 
+    @property
+    def rest(self) -> float:
+        """Seconds of all else in a round, for each sequence."""
+        ...
+
 
 @dataclass(frozen=True)
 class FixedCosts:
     verify: CostCurve
     draft: DraftCost
     observe: ObserveCost = ObserveCost()
+    rest: float = 0.0
 
 
 NOISE = 0.02
@@ -136,8 +143,10 @@ BEYOND = 1.5
 
 SHORTEST = 1e-9
 """Seconds; a clock that says less says nothing."""
-EVERY = 8
+EVERY = 16
 """Passes after which what they took is learned from: a decision is made in microseconds, and its costs must be few."""
+PACE = 0.02
+"""Share of the newest round in ``rest``."""
 
 
 @dataclass
@@ -158,12 +167,12 @@ class LiveCosts:
 
     A pass has a factor for all numbers of rows and one for each measured number, shared by the numbers in between;
     drafting has one. All are followed by a Kalman filter on logarithms. ``verify`` and ``draft`` are new objects
-    after every ``EVERY`` passes. ``observe`` stays as measured.
+    after every ``EVERY`` passes. ``observe`` stays as measured. ``rest`` is a moving average.
     """
 
     def __init__(self, measured: FixedCosts) -> None:
         self.verify, self.draft = self._passing, self._drafting = measured.verify, measured.draft
-        self.observe = measured.observe
+        self.observe, self.rest = measured.observe, measured.rest
         self._all, self._own = Factor(*FREE), [Factor(*TIED) for _ in measured.verify.rows]
         self._draft = Factor(*FREE)
         self._passes: list[tuple[int, float]] = []
@@ -179,23 +188,32 @@ class LiveCosts:
         """Drafting these numbers of tokens, one for each sequence, took ``seconds``; a pass follows."""
         self._drafts.append((lengths, seconds))
 
+    def rested(self, sequences: int, seconds: float) -> None:
+        """What a round of so many sequences did besides drafting, the pass, and the drafter's taking in took."""
+        self.rest += PACE * (seconds / sequences - self.rest) if self.rest else seconds / sequences
+
     def _learn(self) -> None:
-        for lengths, seconds in self._drafts:
-            expected = self._drafting.of(lengths)
-            if seconds >= SHORTEST and expected > 0:
-                _follow([(self._draft, 1.0)], seconds / expected)
+        drafting = ((seconds, self._drafting.of(lengths)) for lengths, seconds in self._drafts)
+        ratios = [seconds / expected for seconds, expected in drafting if seconds >= SHORTEST and expected > 0]
+        if ratios:
+            _follow([(self._draft, 1.0)], ratios)
+        passes: dict[int, list[float]] = {}
         for rows, seconds in self._passes:
             if seconds >= SHORTEST:
-                self._learn_pass(rows, seconds)
+                passes.setdefault(rows, []).append(seconds)
+        for rows, times in passes.items():
+            self._learn_passes(rows, times)
         self._drafts.clear()
         self._passes.clear()
         self._publish()
 
-    def _learn_pass(self, rows: int, seconds: float) -> None:
+    def _learn_passes(self, rows: int, times: Sequence[float]) -> None:
         known = self._passing
         if rows < BEYOND * known.rows[-1]:
-            _follow([(self._all, 1.0), *self._near(rows)], seconds / known(rows))
+            expected = known(rows)
+            _follow([(self._all, 1.0), *self._near(rows)], [seconds / expected for seconds in times])
             return
+        seconds = median(times)
         value = max(seconds / math.exp(self._all.mean), known.seconds[-1])
         self._passing = CostCurve((*known.rows, rows), (*known.seconds, value))
         self._own.append(Factor(*TIED))
@@ -217,16 +235,18 @@ class LiveCosts:
         self.draft = self._drafting.times(math.exp(self._draft.mean))
 
 
-def _follow(factors: Sequence[tuple[Factor, float]], ratio: float) -> None:
-    """One step of the filter. factors: with their shares in the logarithm of ``ratio``, what was seen to what was
-    measured at the start."""
-    news = math.log(ratio) - sum(share * factor.mean for factor, share in factors)
-    surprise = min(SURPRISE, max(-SURPRISE, news))
-    spread = NOISE + sum(share * share * factor.variance for factor, share in factors)
+def _follow(factors: Sequence[tuple[Factor, float]], ratios: Sequence[float]) -> None:
+    """One step of the filter. factors: with their shares in the logarithm of each of ``ratios``, what was seen to what
+    was measured at the start."""
+    known = sum(share * factor.mean for factor, share in factors)
+    news = [math.log(ratio) - known for ratio in ratios]
+    surprises = [min(SURPRISE, max(-SURPRISE, value)) for value in news]
+    surprise, taken = fmean(surprises), surprises == news
+    spread = NOISE / len(ratios) + sum(share * share * factor.variance for factor, share in factors)
     for factor, share in factors:
         gain = factor.variance * share / spread
         factor.mean += gain * surprise
-        if surprise == news:
+        if taken:
             factor.variance = max(factor.least, factor.variance * (1 - gain * share))
 
 
@@ -294,10 +314,13 @@ def measure(
     times = _times({rows: verifying(rows) for rows in small}, target.device)
     measured = smoothed(times)
     large = perf_counter()
+    known, reference = measured[small[-1]], verifying(small[-1])
     for rows in (rows for rows in ROWS if least < rows <= most):
         if perf_counter() - large > SECONDS:
             break
-        measured[rows] = min(_times({rows: verifying(rows)}, target.device, repeats=FEW_REPEATS)[rows])
+        # In turns with the largest of those, for the same reason.
+        few = _times({0: reference, rows: verifying(rows)}, target.device, repeats=FEW_REPEATS)
+        measured[rows] = known * median(map(truediv, few[rows], few[0]))
     for slot in range(slots):
         cache.release(slot)
         drafter.release(slot)

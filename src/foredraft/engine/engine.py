@@ -83,6 +83,7 @@ class Engine:
         self._taps = drafter.taps if drafter else ()
         self._rule = acceptance_rule
         self._added = 0
+        self._propose_seconds = 0.0
         self.timings = Timings()
         self.rounds: list[Round] | None = None
         if isinstance(drafter, ReadsTargetCache):
@@ -138,7 +139,7 @@ class Engine:
                     self._target, self._cache, self._drafter, self.max_model_len, self._config.max_num_seqs, most
                 )
             costs = self._live = LiveCosts(measured)
-        return AutoBudget(costs, most, look_ahead=self._rule == "exact")
+        return AutoBudget(costs, most, self._rule == "exact", self._config.prefill_beside_decode)
 
     @property
     def has_work(self) -> bool:
@@ -197,12 +198,20 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass of the target. Returns the sequences that got new tokens."""
         with self._threads():
-            return self._step()
+            begin, live = perf_counter(), self._live
+            work = self.scheduler.schedule()
+            if not work:
+                return []
+            decoding = all(item.sequence.decoding for item in work)
+            observed = self.timings.seconds["observe"]
+            drafting = self._propose_seconds
+            moved = self._run(work)
+            if live and decoding:
+                others = self.timings.last["verify"] + self.timings.seconds["observe"] - observed
+                live.rested(len(work), perf_counter() - begin - others - (self._propose_seconds - drafting))
+            return moved
 
-    def _step(self) -> list[Sequence]:
-        work = self.scheduler.schedule()
-        if not work:
-            return []
+    def _run(self, work: Ids[Work]) -> list[Sequence]:
         with self.timings.measure("draft"):
             proposals = self._propose(work)
         followed = any(item.sequence.followed for item in work)
@@ -247,8 +256,10 @@ class Engine:
             return proposals
         lengths = [len(proposal.token_ids) for proposal in proposed]
         self.drafted_tokens += sum(lengths)
+        seconds = perf_counter() - begin
+        self._propose_seconds += seconds
         if self._live and any(lengths):
-            self._live.drafted(lengths, perf_counter() - begin)
+            self._live.drafted(lengths, seconds)
         for (index, limit), proposal in zip(planned.items(), proposed, strict=True):
             proposals[index] = _allowed(work[index].sequence, proposal.first(limit))
         return self._budget.trim(work, proposals)

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from numpy.typing import NDArray
-from tokenizers import decoders
 
 from foredraft.errors import UserError
 from foredraft.ops.noise import NotFinite, Row
 from foredraft.sampling_params import StructuredOutputsParams
-from foredraft.tokenizer import _BYTE_FALLBACK, Tokenizer, _byte_alphabet
+from foredraft.tokenizer import Tokenizer
 
 KEPT_GRAMMARS = 64
 """How many compiled grammars are kept for requests to come, those used last."""
@@ -147,7 +146,8 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = sorted(tokenizer.special_ids.union(eos_token_ids))
-        self.tokens = _token_bytes(tokenizer, vocab_size)
+        # What cannot be told is never right: better never than wrong.
+        self.tokens = [tokenizer.token_bytes(token_id) or b"" for token_id in range(vocab_size)]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
@@ -190,26 +190,3 @@ def _allowed(matcher: LLMatcher, vocab_size: int) -> NDArray[np.bool_] | None:
 def _reason(error: str) -> str:
     """An error of the library without its excerpts from the grammar, which can be long."""
     return _EXCERPTS.sub("", error).strip()
-
-
-def _token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """What each token writes; nothing for rows of the embedding beyond the tokenizer's tokens."""
-    backend = tokenizer._backend
-    added = backend.get_added_tokens_decoder()
-    alphabet = _byte_alphabet() if isinstance(backend.decoder, decoders.ByteLevel) else {}
-
-    def written(token_id: int) -> bytes:
-        token = backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if token_id in added:
-            return token.encode()
-        if alphabet:
-            return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode()
-        if _BYTE_FALLBACK.fullmatch(token):
-            return bytes([int(token[3:5], 16)])
-        text = tokenizer.token_text(token_id)
-        # Part of a character, of which there is no telling: better never than wrong.
-        return b"" if "\ufffd" in text else text.encode()
-
-    return [written(token_id) for token_id in range(vocab_size)]

@@ -198,8 +198,12 @@ class Answer:
         return {**self._with_bytes(entry.token_id, entry.logprob), "top_logprobs": own}
 
     def _with_bytes(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token = self._token(token_id)
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+        written = self.tokenizer.token_bytes(token_id)
+        return {
+            "token": self._token(token_id),
+            "logprob": logprob,
+            "bytes": None if written is None else list(written),
+        }
 
     def _token(self, token_id: int) -> str:
         return self.tokenizer.token_text(token_id)

@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from time import perf_counter, time
@@ -29,7 +29,7 @@ from foredraft.server.protocol import (
     TokenizeRequest,
     Unsupported,
 )
-from foredraft.server.runner import EngineFailure, Overloaded, Runner, Submission, Update
+from foredraft.server.runner import EngineFailure, Overloaded, RequestTimeout, Runner, Submission, Update
 
 LOG = logging.getLogger("foredraft.server")
 PAGE = {
@@ -84,7 +84,8 @@ class ServerConfig:
     """model_name: under which the model is served. api_keys: any of them lets a request in; none: no key is needed.
 
     max_queue: sequences that may wait. body_bytes: the largest body. body_seconds: in which it must have come.
-    send_seconds: for how long a client may not read. deadline_seconds: for a whole request, unless it says less.
+    drain_seconds: for how long the rest of a refused one is read. deadline_seconds: for a whole request, unless it says
+    less.
     """
 
     model_name: str
@@ -93,20 +94,18 @@ class ServerConfig:
     detail: Detail = "none"
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
-    send_seconds: float = 60.0
+    drain_seconds: float = 2.0
     deadline_seconds: float = 3600.0
 
 
+DRAINED = 8
+"""Times the largest body: how much of a refused one is read."""
 CLIENT_GONE = 499
 """nginx's status for a response that nobody waits for."""
 
 
 class ClientGone(RuntimeError):
     """Nobody waits for the response."""
-
-
-class RequestTimeout(RuntimeError):
-    """A deadline has passed."""
 
 
 def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
@@ -218,7 +217,7 @@ class _Service:
     ) -> Response:
         begin = perf_counter()
         seconds = min(request.deadline_seconds or self.config.deadline_seconds, self.config.deadline_seconds)
-        updates = _within(self.runner.run(submissions), begin + seconds)
+        updates = self.runner.run(submissions, seconds)
         log = _RequestLog(answer.id, http, request, begin)
         first: list[Update] = []
         # A stream begins once the engine has taken the request, so that what it refuses has its status.
@@ -392,21 +391,6 @@ async def _collect(answer: Answer, updates: AsyncIterator[Update]) -> None:
         answer.take(update)
 
 
-async def _within(updates: AsyncGenerator[Update], deadline: float) -> AsyncGenerator[Update]:
-    """The same updates, until a point in time (``perf_counter``)."""
-    try:
-        while True:
-            try:
-                update = await asyncio.wait_for(anext(updates), deadline - perf_counter())
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                raise RequestTimeout("the request's deadline has passed") from error
-            yield update
-    finally:
-        await updates.aclose()
-
-
 async def _unless_disconnected(http: Request, work: Awaitable[None]) -> bool:
     """Do ``work``, but cancel it once the client has gone; whether it was done."""
     task = asyncio.ensure_future(work)
@@ -497,7 +481,7 @@ class _RequestLog:
 
 
 class Guard:
-    """Around the application: API keys, the size of bodies, and clients too slow to send or to read."""
+    """Around the application: API keys, the size of bodies, and clients too slow to send."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -510,6 +494,8 @@ class Guard:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         refusal = self._refusal(scope["path"], headers)
+        if refusal is not None and b"expect" not in headers:
+            await self._drain(receive)
         if refusal is None:
             body = await self._body(receive)
             refusal = body if isinstance(body, tuple) else None
@@ -520,7 +506,7 @@ class Guard:
             await response(scope, receive, send)
             return
         assert isinstance(body, bytes)
-        await self._app(scope, _replaying(body, receive), self._patient(send))
+        await self._app(scope, _replaying(body, receive), send)
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         if self._keys and path not in OPEN_PATHS:
@@ -550,17 +536,25 @@ class Guard:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > self._config.body_bytes:
+                        if message.get("more_body"):
+                            await self._drain(receive)
                         return 413, self._too_large
                     if not message.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
             return 408, f"the body did not come within {self._config.body_seconds:g} seconds"
 
-    def _patient(self, send: Send) -> Send:
-        async def within(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._config.send_seconds)
-
-        return within
+    async def _drain(self, receive: Receive) -> None:
+        """Take in some more of a refused body and drop it: many clients do not read before they have sent, and would
+        see no more than a connection that is reset."""
+        left = DRAINED * self._config.body_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_seconds):
+                more = True
+                while more and left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    more = message.get("more_body", False)
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

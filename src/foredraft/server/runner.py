@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -26,6 +26,10 @@ class Overloaded(RuntimeError):
     def __init__(self, retry_after: int) -> None:
         super().__init__("the server has as many requests waiting as it takes; try again later")
         self.retry_after = retry_after
+
+
+class RequestTimeout(RuntimeError):
+    """A deadline has passed."""
 
 
 class EngineFailure(RuntimeError):
@@ -141,15 +145,18 @@ class Runner:
             self._metrics.refused.inc()
             raise Overloaded(min(60, max(1, math.ceil(waiting * self._pace / self._max_num_seqs))))
 
-    async def run(self, submissions: Sequence[Submission]) -> AsyncGenerator[Update]:
+    async def run(self, submissions: Sequence[Submission], seconds: float) -> AsyncGenerator[Update]:
         """The updates of all sequences, as they come; leaving the iterator cancels what has not finished.
 
-        Raises Overloaded, UserError for a prompt or parameters that do not fit, EngineFailure.
+        Raises Overloaded, UserError for a prompt or parameters that do not fit, EngineFailure, and RequestTimeout once
+        ``seconds`` have passed.
         """
         job = Job(submissions)
         self.check_room(job.size)
         self._active += job.size
         job.unfinished = job.size
+        late = {job: [RequestTimeout("the request's deadline has passed")]}
+        timer = asyncio.get_running_loop().call_later(seconds, _hear, late)
         self._send("add", job)
         try:
             while job.unfinished:
@@ -167,6 +174,7 @@ class Runner:
                             raise EngineFailure(news.sequence.error)
                     yield news
         finally:
+            timer.cancel()
             if job.unfinished:
                 self._active -= job.unfinished
                 job.unfinished = 0
@@ -272,7 +280,7 @@ class Runner:
                 LOG.warning("the event loop is gone; %d requests are not told of their end", len(news))
 
 
-def _hear(news: dict[Job, list["Update | Exception"]]) -> None:
+def _hear(news: Mapping[Job, Sequence[Update | Exception]]) -> None:
     for job, own in news.items():
         job.news.extend(own)
         job.heard.set()
