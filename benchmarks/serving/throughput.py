@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -31,6 +32,9 @@ from foredraft.benchmark.machine import environment
 from foredraft.benchmark.workloads import load_workloads
 
 NAMES = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
+LEAST = len(NAMES)
+"""Prompts of each load come in multiples of this, so that each workload has the same share."""
+WARM_UP = 20
 
 
 @dataclass
@@ -66,9 +70,10 @@ def started(name: str, command: str, log: Path) -> Iterator[Server]:
                 continue
         yield server
     finally:
-        server.signal(signal.SIGCONT)
-        server.signal(signal.SIGTERM)
-        process.wait(60)
+        if process.poll() is None:
+            server.signal(signal.SIGCONT)
+            server.signal(signal.SIGTERM)
+            process.wait(60)
 
 
 async def load(server: Server, prompts: list[str], concurrency: int, max_tokens: int) -> dict[str, float]:
@@ -76,7 +81,9 @@ async def load(server: Server, prompts: list[str], concurrency: int, max_tokens:
     left = iter(prompts)
     tokens, firsts, betweens = 0, [], []
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
+    # A connection for each request: llama.cpp's server closes one that is kept now and then.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
 
         async def converse() -> None:
             nonlocal tokens
@@ -133,9 +140,16 @@ def main() -> None:
     concurrencies = [int(value) for value in options.concurrency.split(",")]
     found: dict[int, dict[str, list[dict[str, float]]]] = {}
     with all_started(options.server) as servers:
+        for server in servers:
+            server.signal(signal.SIGCONT)
+            asyncio.run(load(server, texts[-WARM_UP:], 4, options.max_tokens))
+            server.signal(signal.SIGSTOP)
         for number, concurrency in itertools.product(range(options.rounds), concurrencies):
-            size = max(8, 2 * concurrency)
-            prompts = [texts[(number * size + index) % len(texts)] for index in range(size)]
+            size = LEAST * max(3, math.ceil(2 * concurrency / LEAST))
+            # No two loads have a beginning in common, so that nothing is answered from a cache.
+            prompts = [
+                f"[{number + 1}.{concurrency}] {texts[(number * size + index) % len(texts)]}" for index in range(size)
+            ]
             for server in servers if number % 2 == 0 else servers[::-1]:
                 server.signal(signal.SIGCONT)
                 run = asyncio.run(load(server, prompts, concurrency, options.max_tokens))
