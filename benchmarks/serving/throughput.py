@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shlex
 import signal
 import socket
@@ -150,18 +151,19 @@ def main() -> None:
             prompts = [
                 f"[{number + 1}.{concurrency}] {texts[(number * size + index) % len(texts)]}" for index in range(size)
             ]
-            for server in servers if number % 2 == 0 else servers[::-1]:
+            for server in random.Random(f"{number} {concurrency}").sample(servers, len(servers)):
                 server.signal(signal.SIGCONT)
                 run = asyncio.run(load(server, prompts, concurrency, options.max_tokens))
                 server.signal(signal.SIGSTOP)
                 found.setdefault(concurrency, {}).setdefault(server.name, []).append(run)
                 print(f"round {number + 1}, {concurrency} at once, {server.name}: {run}", flush=True)
-        commands = {server.name: server.command for server in servers}
-    table = summary(found)
-    print_table(table)
-    if options.output:
-        report: dict[str, Any] = {"environment": environment(), "servers": commands, "runs": table, "rounds": found}
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+            if options.output:
+                # After each load: a long run that is stopped has not been for nothing.
+                commands = {server.name: server.command for server in servers}
+                table = summary(found, list(commands))
+                report = {"environment": environment(), "servers": commands, "runs": table, "rounds": found}
+                options.output.write_text(json.dumps(report, indent=1) + "\n")
+        print_table(summary(found, [server.name for server in servers]))
 
 
 @contextmanager
@@ -175,12 +177,13 @@ def all_started(given: list[str]) -> Iterator[list[Server]]:
         yield servers
 
 
-def summary(found: dict[int, dict[str, list[dict[str, float]]]]) -> list[dict[str, Any]]:
+def summary(found: dict[int, dict[str, list[dict[str, float]]]], names: list[str]) -> list[dict[str, Any]]:
     """Medians over the rounds, and of the ratios to the first server in each."""
     rows = []
     for concurrency, by_name in found.items():
-        base = next(iter(by_name.values()))
-        for name, runs in by_name.items():
+        base = by_name[names[0]]
+        for name in names:
+            runs = by_name[name]
             ratios = [
                 own["output_tokens_per_second"] / other["output_tokens_per_second"]
                 for own, other in zip(runs, base, strict=True)

@@ -25,6 +25,7 @@ from test_native_methods import folders as folders
 from tiny import EOS, TOKENS
 
 from foredraft.config import EngineConfig, NumSpeculativeTokens
+from foredraft.engine.costs import CostCurve, DraftCost, FixedCosts
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import Paged
 from foredraft.errors import UserError
@@ -106,10 +107,51 @@ def test_pages_taken_over_change_nothing(folders: Folders, variant: str) -> None
 
 
 @NATIVE_ONLY
+@pytest.mark.parametrize("variant", ["none", "dflash", "mtp"])
+def test_what_several_begin_with_is_computed_once(folders: Folders, variant: str) -> None:
+    """Though they come at the same time."""
+    rng = random.Random(3)
+    prompt = rng.choices(range(3, len(TOKENS)), k=140)
+    params = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True, logprobs=-1)
+    requests = [Request([*prompt, 3 + index], replace(params, seed=index)) for index in range(5)]
+    engine = serve_all(folders, variant, requests, pages=20, count=5)
+    lag = 64 if variant == "mtp" else 0
+    assert memory_of(engine).hits == 4 * (128 - lag)
+
+
+@NATIVE_ONLY
 @pytest.mark.parametrize("variant", SOME)
 def test_sequences_sent_away_come_back_unchanged(folders: Folders, variant: str) -> None:
     engine = serve_all(folders, variant, growing(len(variant)), pages=4, count="auto")
     assert engine.scheduler.preemptions
+
+
+@NATIVE_ONLY
+@pytest.mark.parametrize("pages", [None, 20])
+@pytest.mark.parametrize("variant", ["mtp", "gemma4_mtp", "eagle3-reduced", "dflash"])
+def test_a_sequence_without_speculation_catches_up_when_the_load_falls(
+    folders: Folders, variant: str, pages: int | None
+) -> None:
+    """Four at once do not pay; the one that is left then does, and not a token changes."""
+    costs = FixedCosts(CostCurve((1, 2, 4, 8, 200), (1.0, 1.01, 2.0, 20.0, 20.5)), DraftCost(0.01, 0.01))
+    rng = random.Random(5)
+    params = SamplingParams(temperature=0.8, ignore_eos=True, logprobs=-1)
+    requests = [
+        Request(rng.choices(range(3, len(TOKENS)), k=20), replace(params, seed=index, max_tokens=length))
+        for index, length in enumerate((130, 10, 12, 14))
+    ]
+    target, expected = target_of("none"), alone("none", requests)
+    futures = [[*request.prompt, *own.token_ids] for request, own in zip(requests, expected, strict=True)]
+    drafter = Leaning(variant, folders, target, futures, share=0.7, compare=True)
+    size = pages and pages * page_bytes(drafter, target)
+    engine = engine_of(target, drafter, "auto", costs, max_num_seqs=4, kv_cache_memory_bytes=size)
+    served = serve(engine, requests)
+    check(served, requests, expected, "none")
+    assert engine.scheduler.catch_ups == 1 and not engine.scheduler.preemptions
+    assert served[0].followed and not any(each.followed for each in served[1:])
+    assert drafter.compared > 5 and sum(engine.speculation.kept) > 5
+    if pages:
+        assert_all_pages_are_back(engine, pages)
 
 
 @NATIVE_ONLY

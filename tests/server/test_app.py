@@ -192,10 +192,12 @@ def test_logprobs_of_chats(server: Running, offline: LLM) -> None:
 
 def test_a_request_can_do_without_speculation(server: Running) -> None:
     before = server.metric("vllm:spec_decode_num_draft_tokens_total")
+    unfollowed = server.metric("foredraft:admissions_total", followed="false")
     plain = chat(
         server, "abababab", temperature=0, max_tokens=40, speculative_config={"num_speculative_tokens": 0}
     ).json()
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == before
+    assert server.metric("foredraft:admissions_total", followed="false") == unfollowed + 1
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
     faster = chat(server, "abababab", temperature=0, max_tokens=40).json()
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > before

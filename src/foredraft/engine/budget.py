@@ -78,6 +78,9 @@ class Budget(Protocol):
         """Whether the drafter is to follow one more sequence, when ``load`` sequences run; what it has not followed
         from the beginning it cannot draft for."""
 
+    def catches_up(self, sequence: Running, load: int) -> bool:
+        """Whether a sequence that is not followed is worth running anew, its tokens up to here, with the drafter."""
+
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         """Which items of ``work`` draft, by index, and how many tokens at most (at least 1)."""
 
@@ -101,6 +104,9 @@ class FixedBudget:
 
     def follows(self, load: int) -> bool:
         return self._tokens > 0
+
+    def catches_up(self, sequence: Running, load: int) -> bool:
+        return False
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         rooms = {}
@@ -259,28 +265,43 @@ class AutoBudget:
     def follows(self, load: int) -> bool:
         """Where drafting would not pay with ``load`` sequences like those before, following does not either; but one
         of several is followed, so that a text that turns predictable is noticed."""
+        pays = self._pays_at(load)
+        self._unfollowed = 0 if pays or self._unfollowed >= PROBES * load else self._unfollowed + 1
+        return not self._unfollowed
+
+    def catches_up(self, sequence: Running, load: int) -> bool:
+        """It is expected to have as many tokens before it as behind it."""
+        if not self._pays_at(load):
+            return False
+        plain, drafting = self._token_seconds(load)
+        tokens, left = len(sequence.tokens), min(sequence.room, sequence.num_output)
+        again = self._verify(load + tokens) - self._verify(load) + self._costs.observe.prompt_token * tokens
+        return left * (plain - drafting) > again
+
+    def _pays_at(self, load: int) -> bool:
+        """Whether ``load`` sequences at once are faster with the drafter than without, from prompt to end: each runs
+        its prompt beside the others, which decode plainly meanwhile."""
         if self._costs.verify is not self._asked:
             self._ask()
         if load not in self._pays:
-            self._pays[load] = self._gain(load) > WORTH_FOLLOWING
-        self._unfollowed = 0 if self._pays[load] or self._unfollowed >= PROBES * load else self._unfollowed + 1
-        return not self._unfollowed
+            plain, drafting = self._token_seconds(load)
+            passes = max(1.0, self._prompts / self._prefill_rows) if self._prefill_rows else 1.0
+            rows = load - 1 + round(self._prompts / passes)
+            prefill = passes * (load * self._costs.rest + self._verify(rows))
+            left = max(0.0, self._outputs - passes * (load - 1))
+            following = self._costs.observe.prompt_token * self._prompts
+            gain = (prefill + left * plain) / (prefill + left * drafting + following)
+            self._pays[load] = gain > WORTH_FOLLOWING
+        return self._pays[load]
 
-    def _gain(self, load: int) -> float:
-        """How much faster ``load`` sequences at once are with the drafter than without, from prompt to end: each runs
-        its prompt beside the others, which decode plainly meanwhile."""
-        rest, observe = load * self._costs.rest, self._costs.observe
-        means, rooms = self._usual.means(), dict.fromkeys(range(load), self._max_tokens)
+    def _token_seconds(self, load: int) -> tuple[float, float]:
+        """Seconds of a token of all together where ``load`` sequences decode: without the drafter, and with it."""
+        rest, rooms = load * self._costs.rest, dict.fromkeys(range(load), self._max_tokens)
+        means = self._usual.means()
+        plain = (rest + self._verify(load)) / load
         lengths, rate = self._best_lengths(dict.fromkeys(rooms, means), rooms, load, 0, rest)
-        if not lengths:
-            return 0.0
-        passes = max(1.0, self._prompts / self._prefill_rows) if self._prefill_rows else 1.0
-        prefill = passes * load * (rest + self._verify(load - 1 + round(self._prompts / passes)))
-        left = max(0.0, self._outputs - passes * (load - 1))
         tau = load + sum(sum(means[:length]) for length in lengths.values())
-        following = observe(load) / tau * left + observe.prompt_token * self._prompts
-        plain = prefill + left * (rest + self._verify(load))
-        return plain / (prefill + load * (left / rate + following))
+        return plain, 1 / rate + self._costs.observe(load) / tau
 
     def plan(self, work: Sequence[Work]) -> dict[int, int]:
         self._round += 1

@@ -94,7 +94,7 @@ class Engine:
         draft_tokens = most if num_speculative_tokens == "auto" else num_speculative_tokens
         self.max_model_len = config.max_model_len or own_limit
         self.memory, limit = self._make_memory(draft_tokens)
-        self.scheduler = Scheduler(config, self.memory, draft_tokens, self._follows)
+        self.scheduler = Scheduler(config, self.memory, draft_tokens, self._follows, self._catches_up)
         self._live: LiveCosts | None = None
         self._budget = self._make_budget(num_speculative_tokens, costs)
         if isinstance(self.memory, Paged):
@@ -148,6 +148,11 @@ class Engine:
     @property
     def costs(self) -> Costs | None:
         return self._live
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar that ``params`` ask for, so that ``add`` finds it; other threads may do this while the
+        engine runs. Raises UserError if it cannot be used."""
+        self._constraint(params)
 
     def add(self, prompt: Ids[int], params: SamplingParams) -> list[Sequence]:
         """Queue a prompt; one sequence for each of ``params.n`` samples. Raises UserError if it cannot run."""
@@ -287,6 +292,9 @@ class Engine:
 
     def _follows(self, sequence: Sequence, load: int) -> bool:
         return sequence.draft_limit > 0 and self._budget.follows(load)
+
+    def _catches_up(self, sequence: Sequence, load: int) -> bool:
+        return sequence.draft_limit > 0 and self._budget.catches_up(sequence, load)
 
     def _request(self, sequence: Sequence) -> DraftRequest:
         sampling = None

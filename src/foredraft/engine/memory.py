@@ -16,6 +16,9 @@ class Memory(Protocol):
         """Whether ``slot`` can take a sequence with room for ``rows`` more of its tokens, ``spare`` pages left over for
         others; then what is known of it counts as computed."""
 
+    def known_soon(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
+        """Whether a running sequence is about to compute what this one, which has no slot yet, need not then."""
+
     def reserve(self, sequence: Sequence, end: int) -> bool:
         """Make room for a sequence's positions up to ``end``, if there is any."""
 
@@ -38,6 +41,9 @@ class Unlimited:
 
     def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
         return True
+
+    def known_soon(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
+        return False
 
     def reserve(self, sequence: Sequence, end: int) -> bool:
         return True
@@ -86,16 +92,12 @@ class Paged(Unlimited):
         return self.table.use
 
     def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
-        table, positions = self.table, self.table.positions
-        contents = page_contents(sequence.tokens, positions, sequence.contents) if self._reuse else []
-        sequence.contents = contents
-        # The last token is run in any case: the next one comes from its logits. The one before an anchor too, for what
-        # it leaves to a drafter.
-        most = (len(sequence.tokens) - (2 if sequence.num_output else 1)) // positions
+        table = self.table
+        contents, most = self._reusable(sequence)
         drafts = self._drafter is not None and sequence.followed
         lag = self._lag if drafts else 0
         known = min(max(0, table.known(contents, complete=drafts) - lag), most)
-        begin = known * positions
+        begin = known * table.positions
         taken = contents[:known]
         end = min(begin + rows, len(sequence.tokens))
         if table.count(end) - known + table.unused(taken) + spare > table.available:
@@ -113,6 +115,25 @@ class Paged(Unlimited):
         self.queries += len(sequence.tokens)
         self.hits += begin
         return True
+
+    def known_soon(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
+        contents, most = self._reusable(sequence)
+        known = self.table.known(contents, complete=False)
+        return known < most and any(
+            other.described <= known < len(other.contents) and other.contents[known] == contents[known]
+            for other in running
+            if not other.decoding
+        )
+
+    def _reusable(self, sequence: Sequence) -> tuple[list[bytes], int]:
+        """Hashes of its full pages, and how many of those need not be computed if they are known."""
+        if not self._reuse:
+            return [], 0
+        positions = self.table.positions
+        sequence.contents = page_contents(sequence.tokens, positions, sequence.contents)
+        # The last token is run in any case: the next one comes from its logits. The one before an anchor too, for what
+        # it leaves to a drafter.
+        return sequence.contents, (len(sequence.tokens) - (2 if sequence.num_output else 1)) // positions
 
     def reserve(self, sequence: Sequence, end: int) -> bool:
         if self.table.missing(sequence.slot, end) > self.table.available:

@@ -10,6 +10,9 @@ from foredraft.config import EngineConfig
 from foredraft.engine.memory import Memory
 from foredraft.engine.sequence import Sequence
 
+CATCH_UP_EVERY = 32
+"""Passes after which a sequence without speculation is looked at again."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -34,7 +37,11 @@ class Scheduler:
 
     Where memory runs out, the sequence that came last leaves its slot and waits again (preemption); its tokens are
     run anew when there is room. draft_tokens: the most that a drafter is asked for. follow: whether the drafter is to
-    follow a sequence that gets a slot, when so many, itself included, are running or waiting.
+    follow a sequence that gets a slot, when so many, itself included, are running or waiting. catch_up: whether one
+    that the drafter does not follow is worth running anew with it, when so many are running.
+
+    preemptions, catch_ups: sequences that left their slot for want of memory, and to be followed. admissions: of
+    sequences that are followed (True) and are not.
     """
 
     def __init__(
@@ -43,15 +50,18 @@ class Scheduler:
         memory: Memory,
         draft_tokens: int = 0,
         follow: Callable[[Sequence, int], bool] = lambda sequence, load: True,
+        catch_up: Callable[[Sequence, int], bool] = lambda sequence, load: False,
     ) -> None:
         self._config = config
-        self._follow = follow
+        self._follow, self._catch_up = follow, catch_up
         self._memory = memory
         self._draft_tokens = draft_tokens
         self._free = list(range(config.max_num_seqs))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions = self.catch_ups = 0
+        self.admissions = {True: 0, False: 0}
+        self._passes = 0
 
     @property
     def has_work(self) -> bool:
@@ -62,6 +72,9 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next pass: at least one token of some sequence, whenever there is one."""
+        self._passes += 1
+        if self._passes % CATCH_UP_EVERY == 0 and not self.waiting:
+            self._run_anew()
         before = self.preemptions
         work = self._decoding()
         left = self._config.max_num_batched_tokens
@@ -119,6 +132,8 @@ class Scheduler:
         if not (self.waiting and self._free):
             return None
         sequence, slot = self.waiting[0], self._free[0]
+        if self._memory.known_soon(sequence, self.running):
+            return None
         sequence.followed = self._follow(
             sequence, min(self._config.max_num_seqs, len(self.running) + len(self.waiting))
         )
@@ -129,10 +144,25 @@ class Scheduler:
         sequence.slot = heapq.heappop(self._free)
         sequence.admitted_at = sequence.admitted_at or perf_counter()
         self.running.append(sequence)
+        self.admissions[sequence.followed] += 1
         return sequence
+
+    def _run_anew(self) -> None:
+        """Of the sequences that the drafter does not follow, the longest leaves its slot, if that pays by now, to get
+        another one and be followed."""
+        plain = [each for each in self.running if each.decoding and not each.followed]
+        if not plain:
+            return
+        sequence = max(plain, key=lambda each: each.num_output)
+        if self._catch_up(sequence, len(self.running)):
+            self.catch_ups += 1
+            self._send_back(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._vacate(sequence)
         self.waiting.appendleft(sequence)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foredraft import __version__
 from foredraft.errors import UserError
 from foredraft.llm import LLM
+from foredraft.sampling_params import SamplingParams
 from foredraft.server import protocol, tools
 from foredraft.server.answers import Answer, Detail
 from foredraft.server.metrics import Metrics
@@ -168,6 +169,7 @@ class _Service:
         prompt = await asyncio.to_thread(
             encode, messages, add_generation_prompt=request.add_generation_prompt, **variables
         )
+        await self._compile(params)
         return self._prepared(request, [prompt], params.logprobs, True, choice is not None), [
             self._submission(request, prompt, params)
         ]
@@ -181,10 +183,18 @@ class _Service:
             prompt if isinstance(prompt, list) else await asyncio.to_thread(encode, prompt, request.add_special_tokens)
             for prompt in prompts
         ]
+        await self._compile(params)
         answer = self._prepared(request, encoded, params.logprobs, False, False, request.echo)
         return answer, [self._submission(request, prompt, params) for prompt in encoded]
 
-    def _submission(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int], params: Any) -> Submission:
+    async def _compile(self, params: SamplingParams) -> None:
+        """Grammars take their time, in which the engine's thread goes on."""
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(self.llm.engine.prepare, params)
+
+    def _submission(
+        self, request: ChatRequest | CompletionRequest, prompt: Sequence[int], params: SamplingParams
+    ) -> Submission:
         wants_rounds = request.return_rounds or self.config.detail != "none"
         return Submission(prompt, params, request.draft_limit, wants_rounds)
 

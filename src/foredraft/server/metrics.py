@@ -99,6 +99,17 @@ class Metrics:
             kept.add_metric((*self._labels, str(position)), count)
         yield kept
         yield self._count("foredraft:rounds", "Rounds of decoding sequences, with a proposal or without", counts.rounds)
+        admissions = CounterMetricFamily(
+            "foredraft:admissions",
+            "Sequences that got a place, by whether the drafter follows",
+            labels=(*LABELS, "followed"),
+        )
+        for followed, count in scheduler.admissions.items():
+            admissions.add_metric((*self._labels, str(followed).lower()), count)
+        yield admissions
+        yield self._count(
+            "foredraft:catch_ups", "Sequences run anew with the drafter since the load allows it", scheduler.catch_ups
+        )
         yield self._count("foredraft:drafted_tokens", "Draft tokens made, verified or not", engine.drafted_tokens)
         yield self._count(
             "foredraft:drafter_failures", "Errors of the drafter that requests survived", engine.drafter_failures
