@@ -98,6 +98,18 @@ def test_costs_follow_a_machine_that_changes(factor: float) -> None:
     assert costs.draft(2, 3) == pytest.approx(factor * true.draft(2, 3), rel=0.1)
 
 
+def test_memory_that_slows_down_alone() -> None:
+    """Further rows add what they did before, which decides how many tokens are worth verifying."""
+    costs, rng = live(), random.Random(3)
+    true = live().verify
+    for index in range(600):
+        rows = (1, 2, 3, 4)[index % 4]
+        costs.verified(rows, (true(rows) + 0.5 * true(1)) * math.exp(rng.gauss(0, 0.1)))
+    assert costs.verify(1) == pytest.approx(1.5 * true(1), rel=0.1)
+    added = costs.verify(4) - costs.verify(1)
+    assert added == pytest.approx(true(4) - true(1), rel=0.3)
+
+
 def test_one_size_that_is_dearer_than_measured() -> None:
     costs = live()
     for rows in (1, 4) * 300:

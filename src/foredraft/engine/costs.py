@@ -158,22 +158,26 @@ class Factor:
     mean: float = 0.0
 
 
-FREE, TIED = (0.05, 0.001), (0.002, 0.0002)
-"""Variances, before the first time and at least, of a factor that stands alone and of one that adds to another."""
+FREE, LOOSE, TIED = (0.05, 0.001), (0.02, 0.0005), (0.002, 0.0002)
+"""Variances, before the first time and at least: of a factor that stands alone, and of those that add to it."""
+REVERSION = 0.02
+"""What is lost, at each learning, of the correction of a number of rows that did not come up."""
 
 
 class LiveCosts:
     """Costs as measured at the start, corrected by what rounds take: contexts grow, clocks and neighbours change.
 
-    A pass has a factor for all numbers of rows and one for each measured number, shared by the numbers in between;
-    drafting has one. All are followed by a Kalman filter on logarithms. ``verify`` and ``draft`` are new objects
+    A pass has a factor on all of it, one on what a single row costs, which is reading the weights, one on what further
+    rows add, which is computing, and one for each measured number of rows, shared by the numbers in between; drafting
+    has one. All are followed by a Kalman filter on logarithms. ``verify`` and ``draft`` are new objects
     after every ``EVERY`` passes. ``observe`` stays as measured. ``rest`` is a moving average.
     """
 
     def __init__(self, measured: FixedCosts) -> None:
         self.verify, self.draft = self._passing, self._drafting = measured.verify, measured.draft
         self.observe, self.rest = measured.observe, measured.rest
-        self._all, self._own = Factor(*FREE), [Factor(*TIED) for _ in measured.verify.rows]
+        self._all, self._base, self._more = Factor(*FREE), Factor(*LOOSE), Factor(*LOOSE)
+        self._own = [Factor(*TIED) for _ in measured.verify.rows]
         self._draft = Factor(*FREE)
         self._passes: list[tuple[int, float]] = []
         self._drafts: list[tuple[Sequence[int], float]] = []
@@ -189,7 +193,7 @@ class LiveCosts:
         self._drafts.append((lengths, seconds))
 
     def rested(self, sequences: int, seconds: float) -> None:
-        """What a round of so many sequences did besides drafting, the pass, and the drafter's taking in took."""
+        """What a round of so many sequences took besides drafting, the pass, and what the drafter takes in."""
         self.rest += PACE * (seconds / sequences - self.rest) if self.rest else seconds / sequences
 
     def _learn(self) -> None:
@@ -201,6 +205,8 @@ class LiveCosts:
         for rows, seconds in self._passes:
             if seconds >= SHORTEST:
                 passes.setdefault(rows, []).append(seconds)
+        for factor in self._own:
+            factor.mean *= 1 - REVERSION
         for rows, times in passes.items():
             self._learn_passes(rows, times)
         self._drafts.clear()
@@ -210,13 +216,22 @@ class LiveCosts:
     def _learn_passes(self, rows: int, times: Sequence[float]) -> None:
         known = self._passing
         if rows < BEYOND * known.rows[-1]:
-            expected = known(rows)
-            _follow([(self._all, 1.0), *self._near(rows)], [seconds / expected for seconds in times])
+            base, more = self._parts(known(rows))
+            share = base / (base + more)
+            parts = [(self._all, 1.0), (self._base, share), (self._more, 1 - share)]
+            # Linear around what is believed now.
+            now = (base + more) / math.exp(sum(part * factor.mean for factor, part in parts))
+            _follow([*parts, *self._near(rows)], [seconds / now for seconds in times])
             return
-        seconds = median(times)
-        value = max(seconds / math.exp(self._all.mean), known.seconds[-1])
-        self._passing = CostCurve((*known.rows, rows), (*known.seconds, value))
+        base, more = self._parts(known.seconds[-1])
+        seconds = known.seconds[-1] * max(1.0, median(times) / (base + more))
+        self._passing = CostCurve((*known.rows, rows), (*known.seconds, seconds))
         self._own.append(Factor(*TIED))
+
+    def _parts(self, measured: float) -> tuple[float, float]:
+        """Of a pass that took so many seconds when it was measured: those of the first row and of all others now."""
+        base, every = self._passing.seconds[0], math.exp(self._all.mean)
+        return base * every * math.exp(self._base.mean), (measured - base) * every * math.exp(self._more.mean)
 
     def _near(self, rows: int) -> list[tuple[Factor, float]]:
         """The factors of the measured points around ``rows``, with their shares."""
@@ -230,7 +245,7 @@ class LiveCosts:
     def _publish(self) -> None:
         points = zip(self._passing.rows, self._passing.seconds, self._own, strict=True)
         self.verify = CostCurve.through(
-            {rows: seconds * math.exp(self._all.mean + own.mean) for rows, seconds, own in points}
+            {rows: sum(self._parts(seconds)) * math.exp(own.mean) for rows, seconds, own in points}
         )
         self.draft = self._drafting.times(math.exp(self._draft.mean))
 

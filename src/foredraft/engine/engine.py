@@ -83,7 +83,7 @@ class Engine:
         self._taps = drafter.taps if drafter else ()
         self._rule = acceptance_rule
         self._added = 0
-        self._propose_seconds = 0.0
+        self._propose_seconds = self._ended = 0.0
         self.timings = Timings()
         self.rounds: list[Round] | None = None
         if isinstance(drafter, ReadsTargetCache):
@@ -208,12 +208,17 @@ class Engine:
             if not work:
                 return []
             decoding = all(item.sequence.decoding for item in work)
-            observed = self.timings.seconds["observe"]
-            drafting = self._propose_seconds
+            observed, drafting = self.timings.seconds["observe"], self._propose_seconds
             moved = self._run(work)
+            end = perf_counter()
             if live and decoding:
-                others = self.timings.last["verify"] + self.timings.seconds["observe"] - observed
-                live.rested(len(work), perf_counter() - begin - others - (self._propose_seconds - drafting))
+                drafting = self._propose_seconds - drafting
+                observed = self.timings.seconds["observe"] - observed
+                verified = self.timings.last["verify"]
+                # What the caller does between two rounds is part of a round, unless it paused.
+                between = min(begin - self._ended, verified) if self._ended else 0.0
+                live.rested(len(work), between + end - begin - drafting - verified - observed)
+            self._ended = end if self.has_work else 0.0
             return moved
 
     def _run(self, work: Ids[Work]) -> list[Sequence]:
