@@ -134,7 +134,7 @@ class TableDrafter(SamplingDrafter):
 
 
 # A token is worth verifying where it is kept in some 6 of 100 rounds, which for the second ones is now and then.
-SELECTIVE = FixedCosts(CostCurve((1, 2), (1.001, 1.002)), DraftCost(0.001, 0.0001))
+SELECTIVE = FixedCosts(CostCurve((1, 2), (1.02, 1.04)), DraftCost(0.001, 0.0001))
 DRAFTERS: dict[str, tuple[Callable[[], Drafter], NumSpeculativeTokens]] = {
     "greedy": (lambda: SamplingDrafter(True), 2),
     "independent": (lambda: SamplingDrafter(False), 2),
@@ -150,7 +150,8 @@ def test_output_follows_the_targets_distribution(rule: AcceptanceRule, method: s
     drafter, length = DRAFTERS[method]
     engine = Engine(
         SMALL,
-        EngineConfig(max_num_seqs=64, seed=2),
+        # Where prompts run beside all that is decoded, as with 64 answers of 4 tokens, following does not pay.
+        EngineConfig(max_num_seqs=2 if length == "auto" else 64, seed=2),
         drafter=drafter(),
         num_speculative_tokens=length,
         acceptance_rule=rule,
