@@ -147,9 +147,10 @@ def main() -> None:
             server.signal(signal.SIGSTOP)
         for number, concurrency in itertools.product(range(options.rounds), concurrencies):
             size = LEAST * max(3, math.ceil(2 * concurrency / LEAST))
-            # No two loads have a beginning in common, so that nothing is answered from a cache.
+            # No two prompts have a beginning in common, so that nothing is answered from a cache.
             prompts = [
-                f"[{number + 1}.{concurrency}] {texts[(number * size + index) % len(texts)]}" for index in range(size)
+                f"[{number + 1}.{concurrency}.{index + 1}] {texts[(number * size + index) % len(texts)]}"
+                for index in range(size)
             ]
             for server in random.Random(f"{number} {concurrency}").sample(servers, len(servers)):
                 server.signal(signal.SIGCONT)
