@@ -110,7 +110,7 @@ class Text:
 
     def __init__(self, mean: float, spread: float, seed: int) -> None:
         self.mean, self.spread, self.rng = mean, spread, random.Random(seed)
-        self.prompt_length, self.reused, self.num_output = 10, 0, 10
+        self.prompt_length, self.reused, self.num_output, self.finish_reason = 10, 0, 10, "length"
         self.decoding, self.followed, self.room, self.draft_limit, self.slot = True, True, 10**6, 10**6, 0
 
     def draft(self, count: int, informed: bool) -> tuple[list[float], list[bool], Proposal]:
@@ -250,7 +250,7 @@ def test_following_counts_the_prompts_that_run_beside() -> None:
     cheap = FixedCosts(curve, DraftCost(0.1, 0.01))
     budget = AutoBudget(cheap, 4, look_ahead=True)
     assert budget.follows(1) and budget.follows(8)
-    told = SimpleNamespace(prompt_length=240, reused=0, num_output=16)
+    told = SimpleNamespace(prompt_length=240, reused=0, num_output=16, finish_reason="stop")
     for _ in range(200):
         budget.forget(told)  # type: ignore[arg-type]
     budget._take_in()
@@ -258,6 +258,12 @@ def test_following_counts_the_prompts_that_run_beside() -> None:
     told.reused = 240
     for _ in range(200):
         budget.forget(told)  # type: ignore[arg-type]
+    budget._take_in()
+    assert budget.follows(8)
+    # How long answers are is not to be learned from clients that leave.
+    gone = SimpleNamespace(prompt_length=240, reused=0, num_output=1, finish_reason="abort")
+    for _ in range(200):
+        budget.forget(gone)  # type: ignore[arg-type]
     budget._take_in()
     assert budget.follows(8)
 

@@ -125,6 +125,8 @@ def test_the_rest_of_rounds_is_followed_by_sequence() -> None:
     for _ in range(300):
         live.rested(2, 0.4)
     assert live.rest == pytest.approx(0.2, rel=0.01)
+    live.rested(1, 3600.0)
+    assert live.rest < 0.22
 
 
 def test_a_pass_larger_than_any_measured_becomes_a_point() -> None:

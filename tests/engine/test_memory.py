@@ -120,6 +120,32 @@ def test_what_several_begin_with_is_computed_once(folders: Folders, variant: str
 
 
 @NATIVE_ONLY
+def test_what_the_drafter_does_not_follow_is_not_waited_for(folders: Folders) -> None:
+    """Its pages are of no use to those that it follows: the first of them is."""
+    rng = random.Random(4)
+    prompt = rng.choices(range(3, len(TOKENS)), k=140)
+    params = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True, logprobs=-1)
+    requests = [Request([*prompt, 3 + index], replace(params, seed=index)) for index in range(5)]
+    target, expected = target_of("none"), alone("none", requests)
+    futures = [[*request.prompt, *own.token_ids] for request, own in zip(requests, expected, strict=True)]
+    drafter = Leaning("dflash", folders, target, futures, share=0.7, compare=True)
+    engine = engine_of(
+        target, drafter, 5, CHEAP_DRAFTS, max_num_seqs=6, kv_cache_memory_bytes=20 * page_bytes(drafter, target)
+    )
+    add = engine.add
+
+    def plainly(own: Any, params: SamplingParams) -> Any:
+        added = add(own, params)
+        if params.seed == 0:
+            added[0].draft_limit = 0
+        return added
+
+    engine.add = plainly  # type: ignore[method-assign]
+    check(serve(engine, requests), requests, expected, "none")
+    assert memory_of(engine).hits == 3 * 128
+
+
+@NATIVE_ONLY
 @pytest.mark.parametrize("variant", SOME)
 def test_sequences_sent_away_come_back_unchanged(folders: Folders, variant: str) -> None:
     engine = serve_all(folders, variant, growing(len(variant)), pages=4, count="auto")

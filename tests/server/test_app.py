@@ -18,6 +18,7 @@ from tiny import CONFIG, TOKENS, tiny_model, tiny_tokenizer
 
 from foredraft.config import EngineConfig
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
+from foredraft.engine import sequence as sequences
 from foredraft.llm import LLM, Progress
 from foredraft.models.config import RopeConfig
 from foredraft.models.loading import Target
@@ -357,6 +358,7 @@ def test_api_keys() -> None:
     with serving(speculating(), api_keys=("one", "two")) as running:
         for headers in ({}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}):
             response = running.client.get("/v1/models", headers=headers)
+            assert response.headers["connection"] == "close"
             assert response.status_code == 401 and response.json()["error"]["code"] == 401
         assert running.client.get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
         assert running.client.get("/").status_code == running.client.get("/health").status_code == 200
@@ -370,6 +372,19 @@ def test_a_full_queue() -> None:
         assert refused and all(int(response.headers["retry-after"]) >= 1 for response in refused)
         assert running.metric("vllm:admission_rejections_total") == len(refused)
         assert sum(response.status_code == 200 for response in found) == 12 - len(refused) >= 3
+
+
+def test_a_full_queue_compiles_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = speculating(max_num_seqs=1)
+    slow_down(llm, monkeypatch)
+    asked: list[Any] = []
+    monkeypatch.setattr(llm.engine, "prepare", asked.append)
+    with serving(llm, max_queue=1) as running, ThreadPoolExecutor(2) as pool:
+        busy = [pool.submit(chat, running, "ab", max_tokens=100, ignore_eos=True) for _ in range(2)]
+        wait_until(lambda: running.metric("vllm:num_requests_waiting") == 1)
+        answer = chat(running, "ab", response_format={"type": "json_object"})
+        assert answer.status_code == 429 and not asked
+        assert all(one.result().status_code == 200 for one in busy)
 
 
 def wait_until(condition: Any, seconds: float = 20.0) -> None:
@@ -427,7 +442,7 @@ def test_a_client_that_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_end_is_told_once_and_last(offline: LLM) -> None:
     """Updates that are read when the engine's thread has long finished the sequence."""
     sequence = offline.engine.add(tiny_tokenizer().encode("abc"), SamplingParams(max_tokens=6, ignore_eos=True))[0]
-    follower = _Follower(Job([]), 0, Progress(0, 0, sequence))
+    follower = _Follower(Job([], 0.0), 0, Progress(0, 0, sequence))
     updates = []
     while not sequence.finished:
         offline.engine.step()
@@ -504,6 +519,36 @@ def test_a_pass_that_fails_takes_only_its_own_requests_along(monkeypatch: pytest
         assert response.status_code == 500 and "division" not in response.text
         monkeypatch.setattr(llm.target.model, "forward", forward)
         assert chat(running, "ab", max_tokens=4).status_code == 200
+
+
+def test_a_pass_that_fails_after_some_of_its_sequences_have_finished(
+    monkeypatch: pytest.MonkeyPatch, offline: LLM
+) -> None:
+    """Their places are free again, and who waited is answered."""
+    llm = speculating(max_num_seqs=2, max_num_batched_tokens=64)
+    append, failed = sequences.Sequence.append, threading.Event()
+
+    def failing(self: sequences.Sequence, tokens: Any, accepted: int) -> int:
+        if self.params.seed == 7 and self.num_output:
+            failed.set()
+            raise RuntimeError("cannot be taken in")
+        return append(self, tokens, accepted)
+
+    monkeypatch.setattr(sequences.Sequence, "append", failing)
+    slow_down(llm, monkeypatch)
+    with serving(llm) as running, ThreadPoolExecutor(6) as pool:
+        # Both are in one pass, whose first ends with its second token, before the other raises.
+        settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+        both = {"prompt": ["ab", "ab"], "max_tokens": 2, "seed": 7, **settings}
+        broken = pool.submit(running.client.post, "/v1/completions", json=both)
+        wait_until(lambda: llm.engine.scheduler.running or failed.is_set())
+        waiting = [pool.submit(chat, running, text, max_tokens=5, **settings) for text in ("abc", "bcd", "cab")]
+        assert broken.result().status_code == 500
+        for text, one in zip(("abc", "bcd", "cab"), waiting, strict=True):
+            wanted = expected(offline, text, max_tokens=5, **settings).outputs[0].text
+            assert one.result().json()["choices"][0]["message"]["content"] == wanted
+        assert failed.is_set() and not llm.engine.scheduler.running
+        assert chat(running, "ab", max_tokens=2).status_code == 200
 
 
 def test_logits_that_are_not_finite_end_one_request(monkeypatch: pytest.MonkeyPatch, offline: LLM) -> None:

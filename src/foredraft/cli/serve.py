@@ -138,17 +138,9 @@ def serve(
         body_bytes=body_bytes,
         deadline_seconds=deadline,
     )
-    app = create_app(llm, config)
-    # From here on who connects is served: the line must not come before that is true.
-    listener.listen(BACKLOG)
-    where = f"http://{host}:{listener.getsockname()[1]}"
-    LOG.info("serving", extra={"fields": start_line(llm, config, where, time.perf_counter() - began)})
-    # uvicorn stops at these signals, and raises them again when it is done: by then they have had their effect.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    uvicorn.Server(
+    server = uvicorn.Server(
         uvicorn.Config(
-            app,
+            create_app(llm, config),
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -159,7 +151,20 @@ def serve(
             ws="none",
             server_header=False,
         )
-    ).run(sockets=[listener])
+    )
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn stops at these signals once it runs, and raises them again when it is done: by then they have had their
+    # effect.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    # From here on who connects is served: the line must not come before that is true.
+    listener.listen(BACKLOG)
+    where = f"http://{host}:{listener.getsockname()[1]}"
+    LOG.info("serving", extra={"fields": start_line(llm, config, where, time.perf_counter() - began)})
+    server.run(sockets=[listener])
 
 
 def start_line(llm: LLM, config: "ServerConfig", where: str, seconds: float) -> dict[str, Any]:

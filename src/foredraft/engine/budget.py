@@ -382,6 +382,8 @@ class AutoBudget:
 
     def forget(self, sequence: Running) -> None:
         self._beliefs.pop(sequence, None)
+        if sequence.finish_reason not in ("stop", "length"):
+            return  # How long it would have become nobody knows.
         self._prompts += RECENT * (sequence.prompt_length - sequence.reused - self._prompts)
         self._outputs += RECENT * (max(1, sequence.num_output) - self._outputs)
 

@@ -194,6 +194,7 @@ class LiveCosts:
 
     def rested(self, sequences: int, seconds: float) -> None:
         """What a round of so many sequences took besides drafting, the pass, and what the drafter takes in."""
+        seconds = min(seconds, self.verify.seconds[0])  # A pause of the process is no news.
         self.rest += PACE * (seconds / sequences - self.rest) if self.rest else seconds / sequences
 
     def _learn(self) -> None:

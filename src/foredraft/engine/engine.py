@@ -194,10 +194,11 @@ class Engine:
         return self._grammars.constraint(params.structured_outputs)
 
     def abort(self, sequence: Sequence) -> None:
-        """Stop a sequence; what it has so far stays."""
+        """Stop a sequence, unless it has finished, and make its place free; what it has so far stays."""
         if not sequence.finished:
             sequence.finish("abort")
-            self._retire(sequence)
+        # One that has finished still has a place where its pass then failed.
+        self._retire(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -382,8 +383,8 @@ class Engine:
             self.rounds.append(Round(draft.confidences, accepted))
 
     def _retire(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
-        self._budget.forget(sequence)
+        if self.scheduler.remove(sequence):
+            self._budget.forget(sequence)
 
 
 def _allowed(sequence: Sequence, proposal: Proposal) -> Proposal:

@@ -16,6 +16,9 @@ class Memory(Protocol):
         """Whether ``slot`` can take a sequence with room for ``rows`` more of its tokens, ``spare`` pages left over for
         others; then what is known of it counts as computed."""
 
+    def has_another(self, sequence: Sequence, spare: int) -> bool:
+        """Whether there is room for all tokens of a running sequence once more, with ``spare`` pages left over."""
+
     def known_soon(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
         """Whether a running sequence is about to compute what this one, which has no slot yet, need not then."""
 
@@ -40,6 +43,9 @@ class Unlimited:
         self._drafter = drafter
 
     def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
+        return True
+
+    def has_another(self, sequence: Sequence, spare: int) -> bool:
         return True
 
     def known_soon(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
@@ -94,9 +100,8 @@ class Paged(Unlimited):
     def admit(self, sequence: Sequence, slot: int, rows: int, spare: int) -> bool:
         table = self.table
         contents, most = self._reusable(sequence)
-        drafts = self._drafter is not None and sequence.followed
-        lag = self._lag if drafts else 0
-        known = min(max(0, table.known(contents, complete=drafts) - lag), most)
+        lag = self._lag if self._drafts(sequence) else 0
+        known = min(max(0, table.known(contents, complete=self._drafts(sequence)) - lag), most)
         begin = known * table.positions
         taken = contents[:known]
         end = min(begin + rows, len(sequence.tokens))
@@ -116,14 +121,22 @@ class Paged(Unlimited):
         self.hits += begin
         return True
 
+    def has_another(self, sequence: Sequence, spare: int) -> bool:
+        return bool(self.table.count(len(sequence.tokens)) + spare <= self.table.available)
+
     def known_soon(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
         contents, most = self._reusable(sequence)
-        known = self.table.known(contents, complete=False)
+        drafts = self._drafts(sequence)
+        known = self.table.known(contents, complete=drafts)
         return known < most and any(
             other.described <= known < len(other.contents) and other.contents[known] == contents[known]
             for other in running
-            if not other.decoding
+            # Pages of a sequence that the drafter does not follow are of no use to one that it does.
+            if not other.decoding and (self._drafts(other) or not drafts)
         )
+
+    def _drafts(self, sequence: Sequence) -> bool:
+        return self._drafter is not None and sequence.followed
 
     def _reusable(self, sequence: Sequence) -> tuple[list[bytes], int]:
         """Hashes of its full pages, and how many of those need not be computed if they are known."""

@@ -1,6 +1,7 @@
 """Which sequences run in a pass, and with how many of their tokens."""
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Scheduler:
         self.preemptions = self.catch_ups = 0
         self.admissions = {True: 0, False: 0}
         self._passes = 0
+        self._asked: Sequence | None = None
 
     @property
     def has_work(self) -> bool:
@@ -93,13 +95,16 @@ class Scheduler:
             left -= count
         return sorted(work, key=lambda item: item.sequence.slot)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a finished or cancelled sequence out; its slot and its memory are free again."""
-        if sequence in self.waiting:
+    def remove(self, sequence: Sequence) -> bool:
+        """Take a finished or cancelled sequence out, if it is here; its slot and its memory are free again."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self._vacate(sequence)
+        else:
+            return False
+        return True
 
     def _decoding(self) -> list[Work]:
         # Making room takes sequences out of ``running``, and they no longer decode.
@@ -132,18 +137,21 @@ class Scheduler:
         if not (self.waiting and self._free):
             return None
         sequence, slot = self.waiting[0], self._free[0]
+        if sequence is not self._asked:
+            # Once for each time that it waits.
+            load = min(self._config.max_num_seqs, len(self.running) + len(self.waiting))
+            sequence.followed, self._asked = self._follow(sequence, load), sequence
         if self._memory.known_soon(sequence, self.running):
             return None
-        sequence.followed = self._follow(
-            sequence, min(self._config.max_num_seqs, len(self.running) + len(self.waiting))
-        )
         # A page for each that runs, so that it is not the newcomer who sends them away.
         if not self._memory.admit(sequence, slot, rows, spare=len(self.running)):
             return None
         self.waiting.popleft()
+        self._asked = None
         sequence.slot = heapq.heappop(self._free)
         sequence.admitted_at = sequence.admitted_at or perf_counter()
-        self.running.append(sequence)
+        # In the order of arrival, so that who has been sent back is not who came last.
+        insort(self.running, sequence, key=lambda each: each.arrived)
         self.admissions[sequence.followed] += 1
         return sequence
 
@@ -154,7 +162,8 @@ class Scheduler:
         if not plain:
             return
         sequence = max(plain, key=lambda each: each.num_output)
-        if self._catch_up(sequence, len(self.running)):
+        room = self._memory.has_another(sequence, len(self.running))
+        if room and self._catch_up(sequence, len(self.running)):
             self.catch_ups += 1
             self._send_back(sequence)
 

@@ -5,6 +5,7 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -118,6 +119,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         service.runner.start()
         yield
         await service.runner.stop()
+        service.compilers.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="foredraft",
@@ -136,14 +138,21 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     return app
 
 
+COMPILERS = 2
+"""Grammars that are compiled at the same time."""
+
+
 @dataclass
 class _Service:
     llm: LLM
     config: ServerConfig
     created: int = field(default_factory=lambda: int(time()))
+    compiling: int = 0
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.config.model_name)
+        # Of its own, so that what else is done beside the event loop need not wait for large grammars.
+        self.compilers = ThreadPoolExecutor(COMPILERS, "grammars")
         self.metrics.watch(self.llm.engine)
         self.runner = Runner(self.llm.engine, self.llm.config.max_num_seqs, self.config.max_queue, self.metrics)
         self.template_knows_tools = tools.template_supports_tools(self.llm.tokenizer.chat_template)
@@ -154,8 +163,10 @@ class _Service:
 
     async def chat(self, request: ChatRequest) -> tuple[Answer, list[Submission]]:
         self.check_model(request.model)
+        self.runner.check_room(request.n)
         messages = [message.plain() for message in request.messages]
-        choice = tools.choice_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        wanted = request.tools, request.tool_choice, request.parallel_tool_calls
+        choice = await asyncio.to_thread(tools.choice_of, *wanted) if request.tools else tools.choice_of(*wanted)
         params = request.params(None if choice is None else choice.structured_outputs(self.llm.tokenizer))
         if choice is not None:
             # The tags of calls may be special tokens, and the parser wants to see them.
@@ -189,8 +200,16 @@ class _Service:
 
     async def _compile(self, params: SamplingParams) -> None:
         """Grammars take their time, in which the engine's thread goes on."""
-        if params.structured_outputs is not None:
-            await asyncio.to_thread(self.llm.engine.prepare, params)
+        if params.structured_outputs is None:
+            return
+        if self.compiling >= self.config.max_queue:
+            self.metrics.refused.inc()
+            raise Overloaded(1)
+        self.compiling += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self.compilers, self.llm.engine.prepare, params)
+        finally:
+            self.compiling -= 1
 
     def _submission(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int], params: SamplingParams
@@ -223,11 +242,15 @@ class _Service:
         )
 
     async def respond(
-        self, http: Request, request: ChatRequest | CompletionRequest, answer: Answer, submissions: list[Submission]
+        self,
+        http: Request,
+        request: ChatRequest | CompletionRequest,
+        begin: float,
+        answer: Answer,
+        submissions: list[Submission],
     ) -> Response:
-        begin = perf_counter()
         seconds = min(request.deadline_seconds or self.config.deadline_seconds, self.config.deadline_seconds)
-        updates = self.runner.run(submissions, seconds)
+        updates = self.runner.run(submissions, seconds, begin)
         log = _RequestLog(answer.id, http, request, begin)
         first: list[Update] = []
         # A stream begins once the engine has taken the request, so that what it refuses has its status.
@@ -289,13 +312,15 @@ def _add_routes(app: FastAPI, service: _Service) -> None:
 
     @app.post("/v1/chat/completions", **_documented(ChatRequest))
     async def chat_completions(http: Request) -> Response:
+        begin = perf_counter()
         request: ChatRequest = protocol.parse(ChatRequest, await http.body())
-        return await service.respond(http, request, *await service.chat(request))
+        return await service.respond(http, request, begin, *await service.chat(request))
 
     @app.post("/v1/completions", **_documented(CompletionRequest))
     async def completions(http: Request) -> Response:
+        begin = perf_counter()
         request: CompletionRequest = protocol.parse(CompletionRequest, await http.body())
-        return await service.respond(http, request, *await service.completion(request))
+        return await service.respond(http, request, begin, *await service.completion(request))
 
     def card() -> dict[str, Any]:
         speculation = llm.speculation
@@ -511,7 +536,8 @@ class Guard:
             refusal = body if isinstance(body, tuple) else None
         if refusal is not None:
             status, text = refusal
-            more = {"WWW-Authenticate": "Bearer"} if status == 401 else {"Connection": "close"}
+            # The body may not have been read to its end.
+            more = {"Connection": "close"} | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
             response = await _answer_error(Request(scope), HTTPException(status, text, more))
             await response(scope, receive, send)
             return

@@ -36,6 +36,8 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._send = _stop(self._send)
         super().resume_writing()
+        if self.transport.is_closing():
+            self._linger()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -85,7 +85,7 @@ class Job:
     """The sequences of one request. ``news`` belongs to the event loop."""
 
     submissions: Sequence[Submission]
-    arrived: float = field(default_factory=perf_counter)
+    arrived: float
     news: deque[Update | Exception] = field(default_factory=deque)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     followers: list[_Follower] = field(default_factory=list)
@@ -145,18 +145,18 @@ class Runner:
             self._metrics.refused.inc()
             raise Overloaded(min(60, max(1, math.ceil(waiting * self._pace / self._max_num_seqs))))
 
-    async def run(self, submissions: Sequence[Submission], seconds: float) -> AsyncGenerator[Update]:
+    async def run(self, submissions: Sequence[Submission], seconds: float, arrived: float) -> AsyncGenerator[Update]:
         """The updates of all sequences, as they come; leaving the iterator cancels what has not finished.
 
-        Raises Overloaded, UserError for a prompt or parameters that do not fit, EngineFailure, and RequestTimeout once
-        ``seconds`` have passed.
+        arrived: when the request came, by ``perf_counter``. Raises Overloaded, UserError for a prompt or parameters
+        that do not fit, EngineFailure, and RequestTimeout once ``seconds`` have passed since then.
         """
-        job = Job(submissions)
+        job = Job(submissions, arrived)
         self.check_room(job.size)
         self._active += job.size
         job.unfinished = job.size
         late = {job: [RequestTimeout("the request's deadline has passed")]}
-        timer = asyncio.get_running_loop().call_later(seconds, _hear, late)
+        timer = asyncio.get_running_loop().call_later(arrived + seconds - perf_counter(), _hear, late)
         self._send("add", job)
         try:
             while job.unfinished:
@@ -188,12 +188,21 @@ class Runner:
     # The engine's thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._wake:
+                self._stopping = True
+                unread = {job for what, job in self._inbox if what == "add"}
+            self._fail(list(self._followers), EngineFailure("the server is shutting down"), unread)
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 while not (self._inbox or self._engine.has_work or self._stopping):
                     self._wake.wait()
                 if self._stopping:
-                    break
+                    return
                 orders = list(self._inbox)
                 self._inbox.clear()
             for what, job in orders:
@@ -203,7 +212,6 @@ class Runner:
                     self._cancel(job)
             if self._engine.has_work:
                 self._step()
-        self._fail_all(EngineFailure("the server is shutting down"))
 
     def _add(self, job: Job) -> None:
         if job.cancelled:
@@ -242,8 +250,9 @@ class Runner:
         try:
             changed = self._engine.step()
         except Exception:
-            LOG.exception("a pass failed; the requests in it are lost, those that come are not")
-            self._fail_all(EngineFailure("a pass of the model failed; the server's log says why"))
+            LOG.exception("a pass failed; the requests in it are lost, those that wait are not")
+            lost = [sequence for sequence in self._followers if sequence.slot >= 0 or sequence.finished]
+            self._fail(lost, EngineFailure("a pass of the model failed; the server's log says why"))
             return
         news: dict[Job, list[Update | Exception]] = {}
         now = perf_counter()
@@ -259,15 +268,13 @@ class Runner:
             news.setdefault(follower.job, []).append(update)
         self._tell(news)
 
-    def _fail_all(self, error: Exception) -> None:
-        jobs = {follower.job for follower in self._followers.values()}
-        for what, job in self._inbox:
-            if what == "add":
-                jobs.add(job)
-        for sequence in list(self._followers):
+    def _fail(self, sequences: Sequence[Running], error: Exception, unread: Set[Job] = frozenset()) -> None:
+        """End these sequences, and tell their jobs and those that have not been read."""
+        jobs = {self._followers[sequence].job for sequence in sequences} | unread
+        for sequence in sequences:
             self._engine.abort(sequence)
             self._metrics.finished(sequence)
-        self._followers.clear()
+            del self._followers[sequence]
         self._tell({job: [error] for job in jobs})
 
     def _tell(self, news: dict[Job, list[Update | Exception]]) -> None:
