@@ -68,6 +68,22 @@ def test_a_server_from_start_to_sigterm() -> None:
         process.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_sigterm_right_after_the_start_line() -> None:
+    try:
+        embedded_file()
+    except UserError as error:
+        pytest.skip(str(error))
+    process = serve("--kv-cache-memory", "600M", "--method", "none")
+    try:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

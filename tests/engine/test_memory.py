@@ -125,24 +125,8 @@ def test_what_the_drafter_does_not_follow_is_not_waited_for(folders: Folders) ->
     rng = random.Random(4)
     prompt = rng.choices(range(3, len(TOKENS)), k=140)
     params = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True, logprobs=-1)
-    requests = [Request([*prompt, 3 + index], replace(params, seed=index)) for index in range(5)]
-    target, expected = target_of("none"), alone("none", requests)
-    futures = [[*request.prompt, *own.token_ids] for request, own in zip(requests, expected, strict=True)]
-    drafter = Leaning("dflash", folders, target, futures, share=0.7, compare=True)
-    engine = engine_of(
-        target, drafter, 5, CHEAP_DRAFTS, max_num_seqs=6, kv_cache_memory_bytes=20 * page_bytes(drafter, target)
-    )
-    add = engine.add
-
-    def plainly(own: Any, params: SamplingParams) -> Any:
-        added = add(own, params)
-        if params.seed == 0:
-            added[0].draft_limit = 0
-        return added
-
-    engine.add = plainly  # type: ignore[method-assign]
-    check(serve(engine, requests), requests, expected, "none")
-    assert memory_of(engine).hits == 3 * 128
+    requests = [Request([*prompt, 3 + index], replace(params, seed=index), speculates=index > 0) for index in range(5)]
+    assert memory_of(serve_all(folders, "dflash", requests, pages=20, count=5)).hits == 3 * 128
 
 
 @NATIVE_ONLY

@@ -67,12 +67,13 @@ def dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Request:
-    """arrives, aborted: steps of the engine; None: it is left to finish."""
+    """arrives, aborted: steps of the engine; None: it is left to finish. speculates: whether it may."""
 
     prompt: list[int]
     params: SamplingParams
     arrives: int = 0
     aborted: int | None = None
+    speculates: bool = True
 
     @property
     def seed(self) -> int:
@@ -88,6 +89,8 @@ def serve(engine: Engine, requests: Sequence[Request]) -> list[Running]:
         while waiting and (requests[waiting[0]].arrives <= step or not engine.has_work):
             index = waiting.pop(0)
             served[index] = engine.add(requests[index].prompt, requests[index].params)[0]
+            if not requests[index].speculates:
+                served[index].draft_limit = 0
         engine.step()
         step += 1
         for index, sequence in served.items():

@@ -1,5 +1,6 @@
 """The server over HTTP: what it answers is what offline decoding gives, and what it refuses it refuses by name."""
 
+import asyncio
 import json
 import random
 import socket
@@ -9,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from running import Running, serving
 from tiny import CONFIG, TOKENS, tiny_model, tiny_tokenizer
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from foredraft.config import EngineConfig
 from foredraft.drafters.base import DraftRequest, Proposal, Stop
@@ -354,6 +357,20 @@ def test_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_a_client_that_reads_a_little_of_a_closing_connection() -> None:
+    """What makes room for more does not end the time for the rest."""
+    loop, aborted = asyncio.new_event_loop(), threading.Event()
+    connection = Impatient.__new__(Impatient)
+    connection.loop = loop
+    connection.transport = SimpleNamespace(is_closing=lambda: True, abort=aborted.set)  # type: ignore[assignment]
+    connection.flow = FlowControl(connection.transport)
+    connection.pause_writing()
+    connection.resume_writing()
+    loop.run_until_complete(asyncio.sleep(2 * Impatient.send_seconds))
+    loop.close()
+    assert aborted.is_set()
+
+
 def test_api_keys() -> None:
     with serving(speculating(), api_keys=("one", "two")) as running:
         for headers in ({}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}):
@@ -385,6 +402,33 @@ def test_a_full_queue_compiles_no_grammar(monkeypatch: pytest.MonkeyPatch) -> No
         answer = chat(running, "ab", response_format={"type": "json_object"})
         assert answer.status_code == 429 and not asked
         assert all(one.result().status_code == 200 for one in busy)
+
+
+def test_grammars_that_compile_have_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only place, here."""
+    llm = speculating(max_num_seqs=1)
+    prepare, begun, go_on = llm.engine.prepare, threading.Event(), threading.Event()
+
+    def slowly(params: SamplingParams) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        prepare(params)
+
+    monkeypatch.setattr(llm.engine, "prepare", slowly)
+    settings: dict[str, Any] = {"structured_outputs": {"regex": "[ab]+"}, "max_tokens": 3}
+    with serving(llm, max_queue=0) as running, ThreadPoolExecutor(2) as pool:
+        one = pool.submit(chat, running, "ab", **settings)
+        assert begun.wait(20)
+        assert chat(running, "ab", **settings).status_code == 429
+        go_on.set()
+        assert one.result().status_code == 200
+        assert chat(running, "ab", **settings).status_code == 200
+        # The time that it takes counts.
+        go_on.clear()
+        late = pool.submit(chat, running, "ab", deadline_seconds=0.2, **settings)
+        time.sleep(0.4)
+        go_on.set()
+        assert late.result().status_code == 504
 
 
 def wait_until(condition: Any, seconds: float = 20.0) -> None:

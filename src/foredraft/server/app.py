@@ -147,7 +147,6 @@ class _Service:
     llm: LLM
     config: ServerConfig
     created: int = field(default_factory=lambda: int(time()))
-    compiling: int = 0
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.config.model_name)
@@ -165,8 +164,10 @@ class _Service:
         self.check_model(request.model)
         self.runner.check_room(request.n)
         messages = [message.plain() for message in request.messages]
-        wanted = request.tools, request.tool_choice, request.parallel_tool_calls
-        choice = await asyncio.to_thread(tools.choice_of, *wanted) if request.tools else tools.choice_of(*wanted)
+        # Many long schemas take their time as well.
+        choice = await asyncio.to_thread(
+            tools.choice_of, request.tools, request.tool_choice, request.parallel_tool_calls
+        )
         params = request.params(None if choice is None else choice.structured_outputs(self.llm.tokenizer))
         if choice is not None:
             # The tags of calls may be special tokens, and the parser wants to see them.
@@ -180,7 +181,7 @@ class _Service:
         prompt = await asyncio.to_thread(
             encode, messages, add_generation_prompt=request.add_generation_prompt, **variables
         )
-        await self._compile(params)
+        await self._compile(params, request.n)
         return self._prepared(request, [prompt], params.logprobs, True, choice is not None), [
             self._submission(request, prompt, params)
         ]
@@ -189,27 +190,21 @@ class _Service:
         self.check_model(request.model)
         params = request.params()
         encode, prompts = self.llm.tokenizer.encode, request.prompts()
-        self.runner.check_room(len(prompts) * request.n)
+        size = len(prompts) * request.n
+        self.runner.check_room(size)
         encoded = [
             prompt if isinstance(prompt, list) else await asyncio.to_thread(encode, prompt, request.add_special_tokens)
             for prompt in prompts
         ]
-        await self._compile(params)
+        await self._compile(params, size)
         answer = self._prepared(request, encoded, params.logprobs, False, False, request.echo)
         return answer, [self._submission(request, prompt, params) for prompt in encoded]
 
-    async def _compile(self, params: SamplingParams) -> None:
-        """Grammars take their time, in which the engine's thread goes on."""
-        if params.structured_outputs is None:
-            return
-        if self.compiling >= self.config.max_queue:
-            self.metrics.refused.inc()
-            raise Overloaded(1)
-        self.compiling += 1
-        try:
-            await asyncio.get_running_loop().run_in_executor(self.compilers, self.llm.engine.prepare, params)
-        finally:
-            self.compiling -= 1
+    async def _compile(self, params: SamplingParams, size: int) -> None:
+        """Grammars take their time, in which the engine's thread goes on. size: sequences that wait for it."""
+        if params.structured_outputs is not None:
+            with self.runner.reserved(size):
+                await asyncio.get_running_loop().run_in_executor(self.compilers, self.llm.engine.prepare, params)
 
     def _submission(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int], params: SamplingParams

@@ -5,7 +5,8 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -144,6 +145,16 @@ class Runner:
             waiting = self._active + size - self._room
             self._metrics.refused.inc()
             raise Overloaded(min(60, max(1, math.ceil(waiting * self._pace / self._max_num_seqs))))
+
+    @contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        """``size`` sequences have a place while their request is made ready; raises as ``check_room`` does."""
+        self.check_room(size)
+        self._active += size
+        try:
+            yield
+        finally:
+            self._active -= size
 
     async def run(self, submissions: Sequence[Submission], seconds: float, arrived: float) -> AsyncGenerator[Update]:
         """The updates of all sequences, as they come; leaving the iterator cancels what has not finished.
